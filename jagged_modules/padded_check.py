@@ -59,6 +59,8 @@ class PaddedComparison:
     def __str__(self) -> str:
         lines = [f"largest difference {self.error:.3g} in results of up to {self.size:.3g}"]
         lines += [f"the padded model: {reason}" for reason in self.reasons()]
+        if len(lines) == 1 and self.error > 1e-5 * self.size:
+            lines.append("padding does not explain it: compare masks, positions and weights")
         return "\n".join(lines)
 
 
@@ -85,7 +87,8 @@ def compare_padded(
         The comparison; print it.
 
     Raises:
-        TypeError, ValueError: as `Jagged.from_padded`; results of other shapes.
+        TypeError, ValueError: as `Jagged.from_padded`; results of other shapes, or that change from
+            run to run, as dropout's do.
 
     Example::
 
@@ -103,12 +106,14 @@ def compare_padded(
         real = real_places(lengths.to(x.device), width, side)
         return _results(padded(given, real), real)
 
+    def run_jagged() -> Tensor:
+        out = jagged(rows)
+        return out if isinstance(out, Tensor) else Jagged.wrap(out, name="jagged's result").values
+
     with torch.no_grad():
         width, (other,) = x.shape[1], set(SIDES) - {side}
-        expected = run(width, side, 0.0)
-        own = jagged(rows)
-        if not isinstance(own, Tensor):
-            own = Jagged.wrap(own, name="jagged's result").values
+        expected = _repeated("padded", lambda: run(width, side, 0.0))
+        own = _repeated("jagged", run_jagged)
         if own.shape != expected.shape:
             raise ValueError(
                 f"both models must give results of one shape, {list(expected.shape)} of real rows,"
@@ -124,6 +129,17 @@ def compare_padded(
             )
         ]
     return PaddedComparison(_largest(expected), *differences)
+
+
+def _repeated(name: str, run: Callable[[], Tensor]) -> Tensor:
+    """The results of a run. ValueError if those of another differ by more than rounding."""
+    first, second = run(), run()
+    if (change := _largest(second - first)) > 1e-2 * _largest(first):
+        raise ValueError(
+            f"{name} must give the same results twice, got a difference of {change:.3g}:"
+            " call its model's eval()"
+        )
+    return first
 
 
 def _results(out: Any, real: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def _check_offset_values(
 ) -> None:
     if offsets[0] != 0:
         raise ValueError(
-            f"{name} must start at 0, got {int(offsets[0])}: they are the sums of lengths behind a 0"
+            f"{name} must start at 0, got {int(offsets[0])}: they are a 0 and the sums of lengths"
         )
     lengths = offsets.diff()
     if lengths.numel() and int(lengths.min()) < 0:

@@ -558,7 +558,7 @@ def bad_calls():
         (
             lambda: jm.Jagged(values, offsets + 1),
             ValueError,
-            "offsets must start at 0, got 1: they are the sums of lengths behind a 0",
+            "offsets must start at 0, got 1: they are a 0 and the sums of lengths",
         ),
         (
             lambda: jm.Jagged(values, torch.tensor([0, 4, 3, 6])),
