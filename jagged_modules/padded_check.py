@@ -44,8 +44,8 @@ class PaddedComparison:
         """
         if not math.isfinite(self.size):
             return [
-                "real rows are NaN or infinite: under a causal mask with padding on the left, padded"
-                " rows see no key; let each row see itself"
+                "real rows are NaN or infinite: under a causal mask, padding on the left sees no key;"
+                " let each row see itself"
             ]
         found = dict(
             of_padding="it reads the numbers in its padding: no mask in attention or pooling",
