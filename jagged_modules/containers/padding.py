@@ -90,7 +90,10 @@ def real_places(lengths: Tensor, width: int, side: str) -> Tensor:
 def _checked(name: str, x: Any, shape: tuple[int, ...], letters: str, of: Tensor) -> Tensor:
     check_kind(name, x, Tensor, "a torch.Tensor")
     if x.shape != shape:
-        raise ValueError(f"{name} must have shape {letters} = {list(shape)}, got {list(x.shape)}")
+        hint = "; a mask is given as mask=" if x.shape == of.shape[:2] else ""
+        raise ValueError(
+            f"{name} must have shape {letters} = {list(shape)}, got {list(x.shape)}{hint}"
+        )
     check_device(name, x, of.device, "x's")
     return x
 
