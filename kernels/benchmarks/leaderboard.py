@@ -99,7 +99,7 @@ def attention(device: str, lengths: Tensor, heads: int, dim: int, targets: int) 
 def meta(problem: Problem, silu: Function, enable_tma: bool) -> Implementation:
     """Its kernels of both passes. They choose among configurations by N, as its models set it."""
     common = importlib.import_module("generative_recommenders.common")
-    operator = importlib.import_module("generative_recommenders.ops.triton.triton_hstu_attention")
+    operator = stu.attention_operator()
     common.set_static_max_seq_lens([problem.max_q])
     offsets = problem.q_offsets.long()
 

@@ -17,6 +17,9 @@ STU = "Meta STU (Triton)"
 # name -> whether the backward computes the normed input, the projection and the input of the output
 # projection again, as the layers of Meta's models do
 RECOMPUTES = {STU: True, f"{STU}, no recompute": False}
+# One configuration that its backward tries reads memory that is not its own ("illegal memory
+# access", torch 2.11, Triton 3.6): num_warps, num_stages and constants.
+ILLEGAL = (8, 2, {"BLOCK_M": 32, "BLOCK_N": 128, "SEQUENCE_PARALLEL": False, "UNROLL": 4})
 BOUND = 0.03  # its rows are bf16, and so is its sum of the gradient of q
 # our parameter -> its own
 PARAMETERS = {
@@ -33,6 +36,18 @@ PARAMETERS = {
 def transposed(name: str, x: Tensor) -> Tensor:
     """A weight of a projection, or its gradient: Meta's are `[in, out]`, ours `[out, in]`."""
     return x.t() if name.endswith(("proj.weight", "proj_weight")) else x
+
+
+def attention_operator() -> types.ModuleType:
+    """The module of its attention, whose backward tries the ILLEGAL configuration no more."""
+    operator = importlib.import_module("generative_recommenders.ops.triton.triton_hstu_attention")
+    tuner, (*numbers, constants) = operator._hstu_attn_bwd, ILLEGAL
+    tuner.configs = [
+        x
+        for x in tuner.configs
+        if [x.num_warps, x.num_stages] != numbers or not constants.items() <= x.kwargs.items()
+    ]
+    return operator
 
 
 def stu(
@@ -61,6 +76,7 @@ def stu(
     # Its TMA descriptors take q, k and v for contiguous. They are columns of the projection, so the
     # layer's gradients are NaN with TMA, which it chooses on compute capability 9.0.
     operator._should_enable_tma = lambda: False
+    attention_operator()
     longest = int(lengths.max())
     common.set_static_max_seq_lens([longest])  # as its models do; for its choice of configurations
     config = modules.STULayerConfig(

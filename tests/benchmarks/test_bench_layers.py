@@ -15,6 +15,7 @@ import torch
 CASES = bench_layers.make_cases("cpu", True) + bench_layers.make_cases("cpu", True, widths=True)
 PROTOCOL = runner.Protocol("cpu", rounds=0)
 OPERATOR = "generative_recommenders/ops/triton/triton_hstu_preprocess_and_attention.py"
+ATTENTION = "generative_recommenders/ops/triton/triton_hstu_attention.py"
 PACKAGE = {
     "generative_recommenders/common.py": """
         import enum
@@ -26,6 +27,16 @@ PACKAGE = {
             static[:] = lengths
     """,
     OPERATOR: "_should_enable_tma = lambda: True",
+    ATTENTION: """
+        from types import SimpleNamespace
+
+        LEGAL = dict(BLOCK_M=32, BLOCK_N=128, SEQUENCE_PARALLEL=True, UNROLL=4)
+        configs = [
+            SimpleNamespace(num_warps=8, num_stages=2, kwargs=LEGAL | dict(SEQUENCE_PARALLEL=x))
+            for x in (True, False)
+        ]
+        _hstu_attn_bwd = SimpleNamespace(configs=configs)
+    """,
     "generative_recommenders/modules/stu.py": """
         import dataclasses
         import torch
@@ -128,6 +139,8 @@ def package(tmp_path, monkeypatch):
 def test_metas_layer(package):
     case = CASES[0]
     assert statuses(case, re.escape(stu.STU)) == dict.fromkeys(stu.RECOMPUTES, "ok")
+    attention = importlib.import_module("generative_recommenders.ops.triton.triton_hstu_attention")
+    assert [config.kwargs for config in attention._hstu_attn_bwd.configs] == [attention.LEGAL]
     module = importlib.import_module("generative_recommenders.modules.stu")
     module.STULayer.factor = 1.1
     (status, _) = statuses(case, re.escape(stu.STU)).values()

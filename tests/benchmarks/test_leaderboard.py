@@ -21,7 +21,10 @@ PACKAGE = {
     "ops/triton/triton_hstu_attention.py": """
         import os
         import torch
+        from types import SimpleNamespace
         from generative_recommenders import common
+
+        _hstu_attn_bwd = SimpleNamespace(configs=[])
 
         def triton_hstu_mha(N, alpha, q, k, v, seq_offsets, num_targets, enable_tma):
             if enable_tma:
