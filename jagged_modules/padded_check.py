@@ -44,7 +44,7 @@ class PaddedComparison:
         """
         if not math.isfinite(self.size):
             return [
-                "real rows are NaN or infinite: under a causal mask, padding on the left sees no key;"
+                "real rows are NaN or infinite: under a causal mask, left padding sees no key;"
                 " let each row see itself"
             ]
         found = dict(
