@@ -13,6 +13,7 @@ training programs write it; `python examples/checkpoints.py MODEL` writes it for
 
 import argparse
 import json
+import pickle
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -212,6 +213,9 @@ def load_weights(path: Path) -> Weights:
 
     Raises ValueError if it is no such file, or if a weight is NaN.
     """
+    if path.is_dir():
+        files = ", ".join(map(str, sorted(path.rglob(WEIGHTS)))) or "none"
+        raise ValueError(f"{path} is a folder, not a file of weights; in it: {files}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         settings, tensors = content["settings"], content["tensors"]
@@ -228,6 +232,11 @@ def load_weights(path: Path) -> Weights:
         return Weights(settings, Vocabulary.from_text(content["vocabulary"]), tensors)
     except OSError:
         raise
+    except pickle.UnpicklingError as error:  # its text says how to run the code of the file
+        raise ValueError(
+            f"{path} is not a file of weights: it has more than tensors and plain data, or was not"
+            " written by torch.save"
+        ) from error
     except Exception as error:  # of any kind: the file may hold anything
         raise ValueError(f"{path} is not a file of weights: {error}") from error
 

@@ -16,6 +16,7 @@ how errors are answered.
 import asyncio
 import ctypes
 import gc
+import html
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -29,7 +30,7 @@ import torch
 from checkpoints import Weights
 from fastapi import FastAPI, HTTPException, Query
 from fastapi import Request as HTTPRequest
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -443,7 +444,8 @@ def make_app(service: Service, name: str = "ranker") -> FastAPI:
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/", include_in_schema=False)
-    async def page() -> FileResponse:
-        return FileResponse(PAGE, media_type="text/html")
+    async def page() -> HTMLResponse:
+        first = html.escape(str(service.ranker.histories.users[0]))
+        return HTMLResponse(PAGE.read_text(encoding="utf-8").replace("FIRST_USER", first))
 
     return app

@@ -44,7 +44,7 @@ class PaddedComparison:
         """
         if not math.isfinite(self.size):
             return [
-                "real rows are NaN or infinite: under a causal mask, padding on the left sees no key;"
+                "real rows are NaN or infinite: under a causal mask, left padding sees no key;"
                 " let each row see itself"
             ]
         found = dict(
@@ -119,14 +119,16 @@ def compare_padded(
                 f"both models must give results of one shape, {list(expected.shape)} of real rows,"
                 f" got {list(own.shape)}"
             )
+        try:
+            wider = run(width + 1, side, 0.0)
+        except (IndexError, RuntimeError) as error:
+            raise ValueError(
+                f"padded must take one row more than x's N = {width}, got {error}: give x fewer"
+                " rows than a table of positions has"
+            ) from error
         differences = [
             _largest(found - expected)
-            for found in (
-                own,
-                run(width, side, 3.0),
-                run(width + 1, side, 0.0),
-                run(width, other, 0.0),
-            )
+            for found in (own, run(width, side, 3.0), wider, run(width, other, 0.0))
         ]
     return PaddedComparison(_largest(expected), *differences)
 

@@ -1,5 +1,6 @@
 """The programs keep the published ids: from the log to the answer, and from one run to the next."""
 
+import html
 import re
 import urllib.parse
 
@@ -129,6 +130,8 @@ def test_a_log_with_columns_of_other_names(tmp_path, name):
     assert weights.vocabulary.names["user"] == sorted(USERS["text"])
     running = Running(Service(make_ranker(weights, CPU, CACHE), LIMITS))
     try:
+        first = html.escape(min(USERS["text"]))
+        assert f'id="user" value="{first}"' in running.client.get("/").text
         found = running.client.get("/users/u3", params={"candidates": ["i5"]}).json()
         items = [event["item"] for event in found["events"]] + found["held_out"]
         assert items == [

@@ -377,9 +377,20 @@ class Payload:
 )
 def test_a_file_of_weights_runs_no_code(tmp_path, save):
     save({"settings": {}, "tensors": Payload(tmp_path / "ran")}, tmp_path / "weights.pt")
-    with pytest.raises(ValueError, match="weights.pt is not a file of weights"):
+    with pytest.raises(
+        ValueError, match="weights.pt is not a file of weights: it has more"
+    ) as told:
         load_weights(tmp_path / "weights.pt")
-    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "ran").exists() and "weights_only" not in str(told.value)
+
+
+def test_a_folder_of_weights(tmp_path):
+    with pytest.raises(ValueError, match="is a folder, not a file of weights; in it: none"):
+        load_weights(tmp_path)
+    (tmp_path / "hstu").mkdir()
+    (tmp_path / "hstu" / "weights.pt").touch()
+    with pytest.raises(ValueError, match="in it: .*hstu.weights.pt$"):
+        load_weights(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"PK\x03\x04"])

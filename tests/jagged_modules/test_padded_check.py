@@ -100,6 +100,16 @@ def test_dropout_is_no_reason(name):
         jm.compare_padded(lambda x, real: model(x), layer, X, LENGTHS)
 
 
+def test_a_table_of_too_few_positions():
+    table = nn.Embedding(X.shape[1], WIDTH, dtype=X.dtype)
+
+    def padded(x, real):
+        return x + table(torch.arange(x.shape[1]))
+
+    with pytest.raises(ValueError, match="one row more than x's N = 6, got index out of range"):
+        jm.compare_padded(padded, lambda x: x, X, LENGTHS)
+
+
 def test_results_of_other_shapes():
     with pytest.raises(ValueError, match="results of one shape"):
         jm.compare_padded(lambda x, real: x, lambda x: x.values[:2], X, LENGTHS)
