@@ -512,7 +512,7 @@ BOUNDARIES = {
 
 @pytest.mark.parametrize("order", ["sorted", "mixed"])
 @pytest.mark.parametrize(
-    "boundaries, dim", zip(BOUNDARIES.values(), [64, 128, 64, 128]), ids=BOUNDARIES
+    "boundaries, dim", list(zip(BOUNDARIES.values(), [64, 128] * 2)), ids=BOUNDARIES
 )
 @pytest.mark.parametrize("kernels", ["triton", "hopper"], indirect=True)
 def test_buckets_are_exact_at_all_boundaries(offsets, kernels, boundaries, dim, order):
