@@ -42,7 +42,8 @@ COMPILE_COST |= {
     "float32": 1.5,
     "fp32": 1.5,
 }
-IMPLEMENTATIONS = ("kernels", "implementation")  # parameters: other values run other kernels
+# parameters whose values run other code, unless they differ behind a hyphen only: "hopper-long"
+IMPLEMENTATIONS = ("kernels", "implementation")
 SLOWEST = 30  # test functions that the report names
 # limit of what a worker's allocator keeps between tests: up to 32 workers share the GPU's memory
 RESERVED_BYTES = 2**30
@@ -210,12 +211,12 @@ def with_each_pair(items: list) -> list:
 
 def _pairs(item) -> set[tuple]:
     """Pairs of parameters' values. An item with fewer than three parameters has one of its own."""
-    spec = getattr(item, "callspec", None)  # of a test with parameters
-    values = {name: repr(value) for name, value in spec.params.items()} if spec else {}
-    kernels = tuple(values.pop(x, None) for x in IMPLEMENTATIONS)
-    if len(values) < 3:
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    if len(params) < 3:
         return {(item.nodeid,)}
-    return {(kernels, *pair) for pair in itertools.combinations(sorted(values.items()), 2)}
+    code = tuple(str(params.get(name)).partition("-")[0] for name in IMPLEMENTATIONS)
+    values = sorted((name, repr(value)) for name, value in params.items())
+    return {(code, *pair) for pair in itertools.combinations(values, 2)}
 
 
 def is_large(item) -> bool:

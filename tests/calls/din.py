@@ -42,10 +42,10 @@ def din_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
     def model(inputs, gradients):
         device = gradients["out"].device
-        given = {key: x.detach() for key, x in (inputs | fixed).items()}
-        case = problem(given, users.to(device), torch.tensor([0, *keys], device=device).cumsum(0))
+        case = problem(inputs, users.to(device), torch.tensor([0, *keys], device=device).cumsum(0))
         with roundings_of_kernels(case):
-            bounds = accuracy.definition(case.definition, given, gradients["out"], samples=32)
+            do = gradients["out"]
+            bounds = accuracy.definition(case.definition, case.tensors, do, samples=32)
         return {x: bounds[x] for x in ("out", *(f"d{x}" for x in inputs))}
 
     segments = dict(q=users, out=users) | dict.fromkeys("kv", make.segments(keys))

@@ -511,8 +511,9 @@ BOUNDARIES = {
 
 
 @pytest.mark.parametrize("order", ["sorted", "mixed"])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("boundaries", BOUNDARIES.values(), ids=BOUNDARIES)
+@pytest.mark.parametrize(
+    "boundaries, dim", list(zip(BOUNDARIES.values(), [64, 128] * 2)), ids=BOUNDARIES
+)
 @pytest.mark.parametrize("kernels", ["triton", "hopper"], indirect=True)
 def test_buckets_are_exact_at_all_boundaries(offsets, kernels, boundaries, dim, order):
     """Each result is the bias alone, and the table's gradient the number of scores in each bucket:

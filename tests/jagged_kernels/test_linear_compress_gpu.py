@@ -72,10 +72,10 @@ def test_sizes(check_linear_compress, kernels, num_compressed, width, dtype):
 
 
 @pytest.mark.parametrize(
-    "num_compressed, depth",
-    [(height, DEPTHS[(i + more) % 5]) for i, height in enumerate(HEIGHTS) for more in (0, 2)],
+    "num_compressed, depth", [(height, DEPTHS[i % 5]) for i, height in enumerate(HEIGHTS)]
 )
 def test_heights_and_depths(check_linear_compress, kernels, num_compressed, depth):
+    """Hopper's kernel, in which both are constants, compiles for ten seconds."""
     check_linear_compress(
         [3, 150], [depth, depth], num_compressed, 136, torch.bfloat16, "cuda", kernels=kernels
     )
