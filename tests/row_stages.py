@@ -57,9 +57,7 @@ def cleared(x: Tensor, end: Tensor | None) -> Tensor:
     return x.masked_fill((torch.arange(len(x)) >= end[-1])[:, None], 0)
 
 
-def _row_norm(
-    x, weight, bias, dtype, eps, groups, rms, columns=0, end=None, after=None, rows=None
-):
+def _row_norm(x, weight, bias, dtype, eps, groups, rms, columns=0, end=None, after=None, rows=None):
     statistics = x.new_empty(x.shape[0], groups), x.new_empty(x.shape[0], groups)
     assert columns == 0  # for 16 bits alone
     y = normed(cleared(x, end), weight, bias, eps, groups, rms)

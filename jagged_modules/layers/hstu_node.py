@@ -27,14 +27,7 @@ from ..autocast import autocast_dtype
 from ..functional.nodes import apply, differentiable_once, is_last_backward, release
 from ..functional.tail import residual_sum
 from .norms import NORM_KINDS, NormOptions, norm_parameters
-from .one_node import (
-    bias_columns,
-    cast,
-    linear,
-    linear_gradients,
-    may_be_one_node,
-    rounded_rows,
-)
+from .one_node import bias_columns, cast, linear, linear_gradients, may_be_one_node, rounded_rows
 
 if TYPE_CHECKING:
     from .hstu import HSTULayer

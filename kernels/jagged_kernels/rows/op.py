@@ -384,9 +384,23 @@ def _threshold(dropout: float) -> int:
 
 class _RowNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, dtype, eps, groups=1, rms=False, columns=0, end=None, _=None):
+    def forward(
+        ctx,
+        x,
+        weight,
+        bias,
+        dtype,
+        eps,
+        groups=1,
+        rms=False,
+        columns=0,
+        end=None,
+        _=None,
+        rows=None,
+    ):
+        options = eps, groups, rms, columns, end, None, rows
         with below_autograd():
-            y, mean, rstd = triton_row_norm(x, weight, bias, dtype, eps, groups, rms, columns, end)
+            y, mean, rstd = triton_row_norm(x, weight, bias, dtype, *options)
         ctx.save_for_backward(x, weight, bias, mean, rstd, end)
         ctx.eps, ctx.rms = eps, rms
         ctx.mark_non_differentiable(mean, rstd)
@@ -395,10 +409,10 @@ class _RowNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, _dmean, _drstd):
         x, weight, bias, mean, rstd, end = ctx.saved_tensors
-        dy = dy[:, : x.shape[1]]
+        dy = dy[: x.shape[0], : x.shape[1]]
         dx, sums = triton_row_norm_backward(dy, x, mean, rstd, weight, None, ctx.eps, ctx.rms, end)
         dbias = None if bias is None else sums[1].to(bias.dtype)
-        return dx, sums[0].to(weight.dtype), dbias, *(None,) * 7
+        return dx, sums[0].to(weight.dtype), dbias, *(None,) * 8
 
 
 differentiate(triton_row_norm, _RowNorm.apply)
