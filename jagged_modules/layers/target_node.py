@@ -229,8 +229,8 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
 
 
 def _rows(x: Tensor, end: Tensor | None) -> Tensor:
-    """x as rows, unless each of those before the end is of several."""
-    return x.flatten(0, -2) if end is None or x.shape[-2] == 1 else x
+    """x as rows, unless those before the end are counted in blocks of several."""
+    return x if end is not None and x.dim() == 3 and x.shape[1] > 1 else x.flatten(0, -2)
 
 
 def in_order(x: Tensor, order: Tensor | None, out: Tensor | None = None) -> Tensor:

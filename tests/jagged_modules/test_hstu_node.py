@@ -244,7 +244,9 @@ def test_rows_behind_the_end(as_node, only_the_device_knows, name, recompute):
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids="-".join)
-def test_rows_of_zeros_behind(as_node, rounded, only_the_device_knows, offsets_of, recompute):
+def test_rows_of_zeros_behind(
+    as_node, rounded, only_the_device_knows, offsets_of, poisoned_memory, recompute
+):
     """Rows are rounded up, and a NaN behind them reaches nothing."""
     layer, x = make(recompute=recompute, dropout=0.3, head_dim=3, linear_dim=5)
     check(layer, x, offsets_of(LENGTHS))

@@ -308,7 +308,7 @@ def rounded(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_rows_of_zeros_behind_those_of_a_node(nodes, rounded, name):
+def test_rows_of_zeros_behind_those_of_a_node(nodes, rounded, poisoned_memory, name):
     test_results_and_gradients_are_those_of_the_modules(nodes, name)
 
 
