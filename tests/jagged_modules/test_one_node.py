@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from row_stages import cleared, normed
-from tails import check, layer_case
+from tails import check, gemm_shapes, layer_case
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -312,28 +312,13 @@ def test_rows_of_zeros_behind_those_of_a_node(nodes, rounded, poisoned_memory, n
     test_results_and_gradients_are_those_of_the_modules(nodes, name)
 
 
-class Shapes(TorchDispatchMode):
-    """The shapes of the operands of GEMMs."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.found.append([tuple(x.shape) for x in args])
-        return function(*args, **(kwargs or {}))
-
-
 def test_batches_of_similar_sizes_have_gemms_of_the_same_shapes(nodes, rounded):
     found = []
     for last in (5, 6):
         case = CASES["grouped-candidates"]()
         case.lengths[-1] = last
         case.inputs[1] = torch.randn(sum(case.lengths), WIDTH, dtype=torch.float64)
-        with Shapes() as shapes:
-            case.results(case.layer)
-        found.append(shapes.found)
+        found.append(gemm_shapes(lambda case=case: case.results(case.layer)))
     assert found[0] == found[1] and len(found[0]) == 9 and len(nodes) == 2
 
 
