@@ -329,7 +329,8 @@ def _projected(
     q_weight = of_queries[0] if of_queries else None
     if context is None:
         return [*in_heads(q), keys, values], (q_weight, None), (*q_norm, *HeadNorm())
-    k, v = linear(context, keys, values)[: inputs.context.shape[0]].chunk(2, 1)
+    given: Any = inputs.context
+    k, v = linear(context, keys, values)[: given.shape[0]].chunk(2, 1)
     k, k_norm = _normed(k, [of_k], call)
     return in_heads(q.to(call.dtype), k, v), (q_weight, keys), (*q_norm, *k_norm)
 
@@ -385,8 +386,8 @@ def _attention_gradients(
         dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
         return dx, None, (*dq_proj, dk.to(dtype), dv.to(dtype)), (None, None)
     if saved.context is None:
-        num_rows = (rows.shape[0],) * 2
-        dqkv, _ = packed_gradients(do, results, True, *arguments, rows=num_rows)
+        of_dqkv = rows.shape[0], rows.shape[0]
+        dqkv, _ = packed_gradients(do, results, True, *arguments, rows=of_dqkv)
         dq_norm, dk_norm = head_norm_gradients(dqkv[: q.shape[0]], q_norm, q.shape[2], width)
         release(q, saved.k, saved.v, saved.h, dh)
         of_qkv = [of_q[0], of_q[1] or of_keys, of_q[2] or of_values]
@@ -405,8 +406,8 @@ def _attention_gradients(
         dx, dq_proj = dq.view(rows.shape).to(rows_dtype), [None, None]
     else:
         release(q)
-        of_gemm = saved.weight, of_q, rows_dtype, dtype
-        dx, *dq_proj = linear_gradients(dq, rows, *of_gemm, num_rows=q.shape[0])
+        of_queries = saved.weight, of_q, rows_dtype, dtype
+        dx, *dq_proj = linear_gradients(dq, rows, *of_queries, num_rows=q.shape[0])
     of_kv, context = [wanted.context, of_keys, of_values], saved.context
     dcontext, *dkv_proj = linear_gradients(
         dkv, context, saved.kv_weight, of_kv, ctx.context_dtype, dtype, num_rows=saved.k.shape[0]
