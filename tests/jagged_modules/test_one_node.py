@@ -2,6 +2,7 @@
 the attention that kernels compute on a GPU."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -320,6 +321,17 @@ def test_batches_of_similar_sizes_have_gemms_of_the_same_shapes(nodes, rounded):
         case.inputs[1] = torch.randn(sum(case.lengths), WIDTH, dtype=torch.float64)
         found.append(gemm_shapes(lambda case=case: case.results(case.layer)))
     assert found[0] == found[1] and len(found[0]) == 9 and len(nodes) == 2
+
+
+def test_the_output_too_where_only_the_device_knows(
+    nodes, rounded, only_the_device_knows, monkeypatch
+):
+    found = []
+    for last in (19, 20):
+        monkeypatch.setattr(sys.modules[__name__], "LENGTHS", [*LENGTHS[:-1], last])
+        case = CASES["layer"]()
+        found.append(gemm_shapes(lambda case=case: case.results(case.layer)))
+    assert found[0] == found[1] and len(found[0]) == 6 and len(nodes) == 2
 
 
 FROZEN = [

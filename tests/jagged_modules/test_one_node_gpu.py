@@ -184,10 +184,11 @@ def test_it_takes_no_more_memory_and_launches_than_the_modules(name):
     assert launches <= launches_of_modules
 
 
-def test_batches_of_similar_sizes_have_gemms_of_the_same_shapes():
+@pytest.mark.parametrize("name", ["targets", "gdpa"])
+def test_batches_of_similar_sizes_have_gemms_of_the_same_shapes(name):
     found = []
     for last in (64, 65):
-        case = Case("targets", lengths=[*LENGTHS[:-1], last])
+        case = Case(name, lengths=[*LENGTHS[:-1], last])
         case.results(case.layer)  # the first call compiles
         found.append(gemm_shapes(lambda case=case: case.results(case.layer)))
     assert found[0] and found[0] == found[1]
