@@ -228,12 +228,8 @@ def attention_arguments(
     options: AttentionOptions,
 ) -> Arguments:
     """The arguments of attention's operators for the self-attention of rows that a caller computes
-    later: all but q, k and v, in whose place are tensors of their shapes.
-
-    Args:
-        like: `[]`, of the dtype and device of q, k and v.
-        q_shape: of q and of k. v_shape: of v.
-    """
+    later: all but q, k and v, in whose place are tensors of their shapes. like: `[]`, of the dtype
+    and device of q, k and v. q_shape: of q and of k. v_shape: of v."""
     from jagged_kernels.attention.op import operator_arguments
 
     q, v = like.expand(q_shape), like.expand(v_shape)
@@ -252,8 +248,7 @@ def _by_kernels_or_cpu(call: AttentionCall) -> Tensor:
 
 
 def _is_for_the_cpu(x: Tensor, implementation: str) -> bool:
-    """Whether the CPU path computes, not the kernels: also for meta tensors, whose results have
-    shapes alone."""
+    """Whether the CPU path computes, also of meta tensors, whose results have shapes alone."""
     return implementation == "auto" and not x.is_cuda
 
 
@@ -282,8 +277,7 @@ def _by_definition(parsed: ParsedAttention) -> Tensor:
 
 
 def _with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
-    """The call with a schedule, which the device makes if there is none. trains: for a backward
-    too."""
+    """The call with a schedule; without one, the device makes it. trains: for a backward too."""
     if call.schedule:
         return call
     q, k, v, segments, p, _ = call

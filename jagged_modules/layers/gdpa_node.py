@@ -174,15 +174,10 @@ def node_arguments(
     weight, bias = (None, None) if norm is None else norm_parameters(norm)
     inputs = NodeInputs(x, sides.context, weight, bias, *projections, *of_heads)
     call = GDPACall(
-        dtype,
-        layer.num_heads,
-        layer.num_kv_heads,
-        layer.head_dim,
-        *sides[1:],
-        in_training(layer.dropout, layer.dropout.p),
-        residual,
+        dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim, *sides[1:],
+        in_training(layer.dropout, layer.dropout.p), residual,
         None if qk_eps is None else as_constant(qk_eps),
-    )
+    )  # fmt: skip
     return *inputs, call
 
 
@@ -237,8 +232,7 @@ class _Node(torch.autograd.Function):
 def attention_part(
     ctx: Any, inputs: NodeInputs, call: GDPACall
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The layer's result, or a block's, and what `attention_part_gradients` reads, besides numbers
-    on ctx."""
+    """The result of a layer or block, and what `attention_part_gradients` reads besides ctx."""
     ctx.x_dtype, ctx.dtype, ctx.rows = inputs.x.dtype, inputs.out_weight.dtype, inputs.x.shape[0]
     ctx.residual, (end, _) = call.residual, call.ends
 
@@ -378,8 +372,7 @@ def _gradients(
 def _attention_gradients(
     ctx: Any, dh: Tensor, saved: _Saved, segments: list[Tensor | None], wanted: Any, of_rows: bool
 ) -> tuple[Any, Any, tuple[Any, ...], tuple[Any, Any]]:
-    """Gradients of the projected rows, of the context, of `NodeInputs`' q_weight to values, and of
-    q_norm and k_norm."""
+    """Gradients of rows, context, `NodeInputs`' q_weight to values, and q_norm and k_norm."""
     rows, q, dtype = saved.rows, saved.q, ctx.dtype
     do, results = torch.unflatten(dh, 1, (q.shape[1], -1)), [saved.out, saved.lse]
     arguments = q, saved.k, saved.v, segments, *ctx.options

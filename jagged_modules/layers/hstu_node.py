@@ -50,13 +50,10 @@ def stages() -> Stages:
     from jagged_kernels.rows import op as rows
 
     return Stages(
-        rows.triton_row_norm,
-        rows.triton_row_norm_backward,
-        rows.triton_gate,
-        rows.triton_gate_linear_backward,
-        attention.triton_attention,
+        rows.triton_row_norm, rows.triton_row_norm_backward, rows.triton_gate,
+        rows.triton_gate_linear_backward, attention.triton_attention,
         attention.triton_attention_packed_backward,
-    )
+    )  # fmt: skip
 
 
 class Gate(NamedTuple):
@@ -120,17 +117,18 @@ def takes_kernels(layer: HSTULayer, x: Tensor) -> bool:
 
 
 def dropout_seed(layer: HSTULayer, x: Tensor) -> Tensor | None:
-    """A seed from torch's generator of the device, which CUDA graphs replay; None if nothing is
-    dropped."""
+    """A seed of the device's generator, which CUDA graphs replay; None if nothing is dropped."""
     if not (layer.dropout.training and layer.dropout.p):
         return None
     return torch.randint(2**62, (), device=x.device)
 
 
-def norm_rows(norm: nn.Module, x: Tensor) -> Tensor:
-    """The norm of rows by one kernel, in the dtype that a GEMM takes them in."""
+def norm_rows(norm: nn.Module, x: Tensor, end: Tensor | None) -> Tensor:
+    """The norm of rows by one kernel, in the dtype that a GEMM takes them in. It reads nothing
+    behind the end."""
     weight, bias = norm_parameters(norm)
-    return stages().row_norm(x, weight, bias, autocast_dtype(x), *NormOptions.of(norm))[0]
+    of_norm = weight, bias, autocast_dtype(x), *NormOptions.of(norm)
+    return stages().row_norm(x, *of_norm, 0, end)[0]
 
 
 def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
@@ -143,37 +141,20 @@ def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
 
 
 def hstu_node(layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Arguments) -> Tensor:
-    """The layer's update of rows x.
-
-    Args:
-        end: of the rows, if only the device knows it: see `functional/tail.py`.
-        arguments: of attention's operator. Its q, k and v are not read.
-    """
+    """The layer's update of rows x. end: of the rows, if only the device knows it: see
+    `functional/tail.py`. arguments: of attention's operator. Its q, k and v are not read."""
     plan = Plan(
-        layer.num_heads,
-        layer.linear_dim,
-        layer.head_dim,
-        autocast_dtype(x),
-        NormOptions.of(layer.input_norm),
-        Gate(layer.dropout.p, NormOptions.of(layer.output_norm)),
+        layer.num_heads, layer.linear_dim, layer.head_dim, autocast_dtype(x),
+        NormOptions.of(layer.input_norm), Gate(layer.dropout.p, NormOptions.of(layer.output_norm)),
         layer.config.recompute,
-    )
+    )  # fmt: skip
     of_input, of_output = map(norm_parameters, (layer.input_norm, layer.output_norm))
     projection = layer.uvqk_proj.weight, layer.uvqk_proj.bias
     _, _, _, segments, bias, *others = arguments
     result: Tensor = apply(
-        _HSTULayer,
-        x,
-        dropout_seed(layer, x),
-        end,
-        plan,
-        (segments, bias[2:], others),
-        *of_input,
-        *projection,
-        *of_output,
-        layer.out_proj.weight,
-        *bias[:2],
-    )
+        _HSTULayer, x, dropout_seed(layer, x), end, plan, (segments, bias[2:], others), *of_input,
+        *projection, *of_output, layer.out_proj.weight, *bias[:2],
+    )  # fmt: skip
     return result
 
 

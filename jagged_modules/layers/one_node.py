@@ -162,8 +162,7 @@ def attended(x: Tensor, num_rows: int, end: Tensor | None) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x `[L, K]` @ weightᵀ + bias; all of one dtype. x may have more columns, which are not
-    read."""
+    """x `[L, K]` @ weightᵀ + bias, all of one dtype. More columns of x are not read."""
     if x.shape[1] > weight.shape[1]:
         x = x[:, : weight.shape[1]]
     return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())

@@ -92,8 +92,7 @@ def target_node(
 
 
 class _Saved(NamedTuple):
-    """What the backward reads, besides the attention's segments. end: of the targets. The last
-    three: of `Order`."""
+    """What the backward reads besides segments. end: of targets. The last three: of `Order`."""
 
     targets: Tensor
     history: Tensor

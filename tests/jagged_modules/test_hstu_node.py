@@ -232,7 +232,7 @@ def test_cached_and_scored_rows(as_node, offsets_of):
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids="-".join)
-@pytest.mark.parametrize("name", ["HSTULayer", "HSTUStack"])
+@pytest.mark.parametrize("name", ["HSTULayer", "HSTUStack", "HSTUStack-score"])
 def test_rows_behind_the_end(as_node, only_the_device_knows, name, recompute):
     """NaN in them, and in their gradients, reaches nothing."""
     layer, case = layer_case(name, dtype=torch.float64)

@@ -28,8 +28,7 @@ class BiasKind(NamedTuple):
 
 
 def are_same(q_offsets: Tensor, kv_offsets: Tensor) -> bool:
-    """Whether queries and keys have the same offsets: one tensor, which may have gone through an
-    operator or a graph."""
+    """Whether the offsets are one tensor, which may have gone through an operator or a graph."""
     return q_offsets is kv_offsets or (
         q_offsets.data_ptr() == kv_offsets.data_ptr() and q_offsets.shape == kv_offsets.shape
     )
@@ -289,20 +288,10 @@ def unpack(*arguments: Any) -> tuple[AttentionCall, TileList, TileList]:
     workspace, rows, key_rows = [None if x < 0 else x for x in optional]
     scale, output_scale, *dropout = factors
     params = AttentionParams(
-        scale,
-        activation,
-        None if mask is None else MaskParams(*mask),
-        output_scale,
-        bool(o.batch_invariant),
-        implementation,
-        workspace,
-        bool(o.table_gradients),
-        t.num_targets,
-        t.segment_scale,
-        *bias,
-        *dropout,
-        dropout_seed=t.dropout_seed,
-    )
+        scale, activation, None if mask is None else MaskParams(*mask), output_scale,
+        bool(o.batch_invariant), implementation, workspace, bool(o.table_gradients), t.num_targets,
+        t.segment_scale, *bias, *dropout, dropout_seed=t.dropout_seed,
+    )  # fmt: skip
     queries = TileList(t.tiles, t.num_tiles, rows)
     keys = TileList(t.key_tiles, t.num_key_tiles, key_rows)
     return AttentionCall(q, k, v, segments, params), queries, keys
