@@ -99,9 +99,16 @@ def _gate_linear_backward(
     return _sums(*sums), dprojection if needs else projection.new_empty(0)
 
 
+def _unwritten(x: Tensor, call) -> Tensor:
+    """x with NaN in the rows that kernels leave as they are."""
+    if not call.segments.has_tail:
+        x[int(call.segments.q_offsets[-1]) :] = torch.nan
+    return x
+
+
 def _attention(*arguments):
     call = unpack(*arguments)[0]
-    return attention_cpu(call), call.q.new_empty(call.q.shape[1], 0)
+    return _unwritten(attention_cpu(call), call), call.q.new_empty(call.q.shape[1], 0)
 
 
 def _attention_backward(do, results, out, of_keys, columns, *arguments):
@@ -115,7 +122,7 @@ def _attention_backward(do, results, out, of_keys, columns, *arguments):
 
     *grads, dposition, dtime = _derived(function, [call.q, call.k, call.v, *tables], do)
     for first, x in zip(columns, grads):
-        out[:, first : first + x[0].numel()] = x.flatten(1)
+        out[:, first : first + x[0].numel()] = _unwritten(x.flatten(1), call)
     return tuple(do.new_empty(0) if x is None else x for x in (dposition, dtime))
 
 

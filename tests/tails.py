@@ -364,3 +364,11 @@ def compiled(call: Callable[..., object]) -> Callable[..., object]:
     """The call in a graph, which does not know the lengths."""
     torch._dynamo.reset()  # calls share code whose constants differ
     return torch.compile(call, backend="aot_eager", fullgraph=True)
+
+
+def gemm_shapes(run) -> list[list[list[int]]]:
+    """The shapes of the operands of each GEMM."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+        run()
+    return [x.input_shapes for x in profile.events() if x.name in ("aten::mm", "aten::addmm")]

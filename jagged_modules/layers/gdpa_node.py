@@ -24,11 +24,12 @@ from ..bias import RelativeBias
 from ..functional.attention import attention_backward, attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
 from ..functional.nodes import apply, differentiable_once, release
-from ..functional.tail import cleared, with_zero_tail
+from ..functional.tail import with_zero_tail
 from ..segments import RowSegments
 from ..tracing import as_constant
 from .norms import NormOptions, RMSNorm, norm_parameters
 from .one_node import (
+    attended,
     bias_columns,
     cast,
     dropout_gradient,
@@ -232,7 +233,7 @@ def attention_part(
     ctx: Any, inputs: NodeInputs, call: GDPACall
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The result of a layer or block, and what `attention_part_gradients` reads besides ctx."""
-    ctx.x_dtype, ctx.dtype = inputs.x.dtype, inputs.out_weight.dtype
+    ctx.x_dtype, ctx.dtype, ctx.rows = inputs.x.dtype, inputs.out_weight.dtype, inputs.x.shape[0]
     ctx.residual, (end, _) = call.residual, call.ends
 
     def part(rows: Tensor) -> tuple[Tensor, list[Tensor | None]]:
@@ -245,7 +246,8 @@ def attention_part(
         if not is_learned:
             rows = gemm_rows(rows, end, call.dtype, rounded_rows(rows, end, call.dtype))
         y, saved = part(rows)
-        return with_zero_tail(y, end), [*Around(end), *saved]
+        y = y if end is None else with_zero_tail(y[: ctx.rows], end)
+        return y, [*Around(end), *saved]
     norm: Any = inputs.norm, inputs.norm_bias
     y, around, saved = with_residual(inputs.x, norm, call.residual, end, part)
     return y, [*around, *saved]
@@ -264,7 +266,9 @@ def attention_part_gradients(
 
     of_norm: Any = None, None
     if ctx.residual is None:
-        dx, others = part(cleared(dy, around.end, of_attention.h.dtype), wanted.x)
+        (end, *_), h = around, of_attention.h
+        dy = gemm_rows(dy, end, h.dtype, None if end is None else h.shape[0], False)
+        dx, others = part(dy, wanted.x)
     else:
         needs = wanted.x, wanted.norm or wanted.norm_bias
         dx, of_norm, others = residual_gradients(dy, around, ctx.residual, needs, part)
@@ -277,7 +281,7 @@ def _attended(
     """The operands of the output's projection, in its dtype, and what a backward reads: nothing
     without one, so that the other projections are free when this returns."""
     context, (_, context_end) = inputs.context, call.ends
-    ctx.context_dtype = None if context is None else context.dtype
+    ctx.of_context = None if context is None else (context.dtype, context.shape[0])
     ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
     if context is not None:
         of_context = context, context_end, call.dtype
@@ -306,6 +310,7 @@ def _projected(
     their heads, as `_Saved` has them. parameters: those of q_weight, q_bias, keys and values that
     are not None, cast."""
     *of_queries, keys, values = parameters
+    (end, context_end), num_rows = call.ends, inputs.x.shape[0]
     of_q, of_k = (inputs.q_norm, call.num_heads), (inputs.k_norm, call.num_kv_heads)
 
     def in_heads(*parts: Tensor) -> list[Tensor]:
@@ -314,16 +319,19 @@ def _projected(
     if context is None and keys.dim() == 2:
         weight, bias = (torch.cat(pair) for pair in zip(of_queries, (keys, values)))
         width = (call.num_heads + call.num_kv_heads) * call.head_dim
-        qk, v = linear(rows, weight, bias)[: inputs.x.shape[0]].tensor_split([width], 1)
+        qk, v = attended(linear(rows, weight, bias), num_rows, end).tensor_split([width], 1)
         qk, norms = _normed(qk, [of_q, of_k], call)
         q, k = qk.tensor_split([call.num_heads * call.head_dim], 1)
         return in_heads(q, k, v), (weight, None), (*norms, *HeadNorm())
-    queries = linear(rows, *of_queries)[: inputs.x.shape[0]] if of_queries else rows.flatten(1)
+    queries = rows.flatten(1)
+    if of_queries:
+        queries = attended(linear(rows, *of_queries), num_rows, end)
     q, q_norm = _normed(queries, [of_q], call)
     q_weight = of_queries[0] if of_queries else None
     if context is None:
         return [*in_heads(q), keys, values], (q_weight, None), (*q_norm, *HeadNorm())
-    k, v = linear(context, keys, values)[: inputs.context.shape[0]].chunk(2, 1)
+    given: Any = inputs.context
+    k, v = attended(linear(context, keys, values), given.shape[0], context_end).chunk(2, 1)
     k, k_norm = _normed(k, [of_k], call)
     return in_heads(q.to(call.dtype), k, v), (q_weight, keys), (*q_norm, *k_norm)
 
@@ -375,15 +383,16 @@ def _attention_gradients(
     q_norm, k_norm = HeadNorm(*saved[-6:-3]), HeadNorm(*saved[-3:])
     if ctx.is_learned:
         dq, dk, dv, *_ = attention_backward(do, results, *arguments)
-        dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
+        of_queries = saved.weight, of_q, rows_dtype, dtype
+        dx, *dq_proj = linear_gradients(dq.flatten(1), rows, *of_queries, num_rows=ctx.rows)
         return dx, None, (*dq_proj, dk.to(dtype), dv.to(dtype)), (None, None)
     if saved.context is None:
-        num_rows = (rows.shape[0],) * 2
-        dqkv, _ = packed_gradients(do, results, True, *arguments, rows=num_rows)
+        of_dqkv = rows.shape[0], rows.shape[0]
+        dqkv, _ = packed_gradients(do, results, True, *arguments, rows=of_dqkv)
         dq_norm, dk_norm = head_norm_gradients(dqkv[: q.shape[0]], q_norm, q.shape[2], width)
         release(q, saved.k, saved.v, saved.h, dh)
         of_qkv = [of_q[0], of_q[1] or of_keys, of_q[2] or of_values]
-        of_gemm = saved.weight, of_qkv, rows_dtype, dtype, is_normed, q.shape[0]
+        of_gemm = saved.weight, of_qkv, rows_dtype, dtype, is_normed, ctx.rows
         dx, *packed = linear_gradients(dqkv, rows, *of_gemm)
         (dq_weight, dkeys), (dq_bias, dvalues) = (
             (None, None) if x is None else x.tensor_split([width]) for x in packed
@@ -398,11 +407,11 @@ def _attention_gradients(
         dx, dq_proj = dq.view(rows.shape).to(rows_dtype), [None, None]
     else:
         release(q)
-        of_gemm = saved.weight, of_q, rows_dtype, dtype
-        dx, *dq_proj = linear_gradients(dq, rows, *of_gemm, num_rows=q.shape[0])
-    of_kv, context = [wanted.context, of_keys, of_values], saved.context
+        of_queries = saved.weight, of_q, rows_dtype, dtype
+        dx, *dq_proj = linear_gradients(dq, rows, *of_queries, num_rows=ctx.rows)
+    of_kv, (context_dtype, num_rows) = [wanted.context, of_keys, of_values], ctx.of_context
     dcontext, *dkv_proj = linear_gradients(
-        dkv, context, saved.kv_weight, of_kv, ctx.context_dtype, dtype, num_rows=saved.k.shape[0]
+        dkv, saved.context, saved.kv_weight, of_kv, context_dtype, dtype, num_rows=num_rows
     )
     return dx, dcontext, (*dq_proj, *dkv_proj), (dq_norm, dk_norm)
 

@@ -155,6 +155,12 @@ def gemm_rows(
     return torch.cat([x, x.new_ones(x.shape[0], 1), x.new_zeros(x.shape[0], extra - 1)], 1)
 
 
+def attended(x: Tensor, num_rows: int, end: Tensor | None) -> Tensor:
+    """The projection x of `gemm_rows` as attention takes it: as it is if attention clears what is
+    behind the end; otherwise of the first rows alone."""
+    return x[:num_rows] if end is None else x
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x `[L, K]` @ weightᵀ + bias, all of one dtype. More columns of x are not read."""
     if x.shape[1] > weight.shape[1]:

@@ -27,6 +27,7 @@ from ..functional.tail import runs_kernels, with_zero_tail
 from ..masks import AttentionMask
 from ..segments import RowSegments, values_are_checkable
 from .one_node import (
+    attended,
     cast,
     dropout_gradient,
     dropped,
@@ -205,9 +206,8 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
     history = in_order(inputs.history, history_rows)  # on the CPU alone
     of_history = history, end_of_history, dtype
     history = gemm_rows(*of_history, rounded_rows(*of_history))
-    q = linear(targets, q_weight, q_bias)
-    if end is None:  # otherwise attention clears the rows behind it
-        q = q[: inputs.targets.shape[:-1].numel()]
+    num_rows = inputs.targets.shape[:-1].numel()
+    q = attended(linear(targets, q_weight, q_bias), num_rows, end)
     q = torch.unflatten(in_order(q, order), 1, (heads, -1))
     kv = linear(history, kv_weight, kv_bias)[: inputs.history.shape[0]]
     kv = torch.unflatten(kv, 1, (2 * heads, -1))
@@ -228,8 +228,8 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
 
 
 def _rows(x: Tensor, end: Tensor | None) -> Tensor:
-    """x as rows, unless each of those before the end is of several."""
-    return x.flatten(0, -2) if end is None or x.shape[-2] == 1 else x
+    """x as rows, unless those before the end are counted in blocks of several."""
+    return x if end is not None and x.dim() == 3 and x.shape[1] > 1 else x.flatten(0, -2)
 
 
 def in_order(x: Tensor, order: Tensor | None, out: Tensor | None = None) -> Tensor:

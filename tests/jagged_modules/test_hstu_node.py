@@ -244,8 +244,13 @@ def test_rows_behind_the_end(as_node, only_the_device_knows, name, recompute):
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids="-".join)
-def test_rows_of_zeros_behind(as_node, rounded, only_the_device_knows, offsets_of, recompute):
-    """Rows are rounded up, and a NaN behind them reaches nothing."""
+def test_rows_of_zeros_behind(as_node, rounded, offsets_of, poisoned_memory, recompute):
     layer, x = make(recompute=recompute, dropout=0.3, head_dim=3, linear_dim=5)
     check(layer, x, offsets_of(LENGTHS))
+
+
+@pytest.mark.parametrize("recompute", [(), RECOMPUTE[-1]], ids="-".join)
+def test_rows_of_zeros_behind_rows_behind_the_end(
+    as_node, rounded, only_the_device_knows, recompute
+):
     test_rows_behind_the_end(as_node, only_the_device_knows, "HSTULayer", recompute)

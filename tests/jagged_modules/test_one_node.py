@@ -2,11 +2,12 @@
 the attention that kernels compute on a GPU."""
 
 import copy
+import sys
 
 import pytest
 import torch
 from row_stages import cleared, normed
-from tails import check, layer_case
+from tails import check, gemm_shapes, layer_case
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -308,21 +309,8 @@ def rounded(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_rows_of_zeros_behind_those_of_a_node(nodes, rounded, name):
+def test_rows_of_zeros_behind_those_of_a_node(nodes, rounded, poisoned_memory, name):
     test_results_and_gradients_are_those_of_the_modules(nodes, name)
-
-
-class Shapes(TorchDispatchMode):
-    """The shapes of the operands of GEMMs."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.found.append([tuple(x.shape) for x in args])
-        return function(*args, **(kwargs or {}))
 
 
 def test_batches_of_similar_sizes_have_gemms_of_the_same_shapes(nodes, rounded):
@@ -331,10 +319,19 @@ def test_batches_of_similar_sizes_have_gemms_of_the_same_shapes(nodes, rounded):
         case = CASES["grouped-candidates"]()
         case.lengths[-1] = last
         case.inputs[1] = torch.randn(sum(case.lengths), WIDTH, dtype=torch.float64)
-        with Shapes() as shapes:
-            case.results(case.layer)
-        found.append(shapes.found)
+        found.append(gemm_shapes(lambda case=case: case.results(case.layer)))
     assert found[0] == found[1] and len(found[0]) == 9 and len(nodes) == 2
+
+
+def test_the_output_too_where_only_the_device_knows(
+    nodes, rounded, only_the_device_knows, monkeypatch
+):
+    found = []
+    for last in (19, 20):
+        monkeypatch.setattr(sys.modules[__name__], "LENGTHS", [*LENGTHS[:-1], last])
+        case = CASES["layer"]()
+        found.append(gemm_shapes(lambda case=case: case.results(case.layer)))
+    assert found[0] == found[1] and len(found[0]) == 6 and len(nodes) == 2
 
 
 FROZEN = [

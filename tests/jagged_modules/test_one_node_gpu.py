@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from tails import gemm_shapes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -185,6 +186,16 @@ def test_it_takes_no_more_memory_and_launches_than_the_modules(name):
         peak_of_modules, launches_of_modules = measured()
     assert peak <= peak_of_modules + WORKSPACE
     assert launches <= launches_of_modules
+
+
+@pytest.mark.parametrize("name", ["targets", "gdpa"])
+def test_batches_of_similar_sizes_have_gemms_of_the_same_shapes(name):
+    found = []
+    for last in (64, 65):
+        case = Case(name, lengths=[*LENGTHS[:-1], last])
+        case.results(case.layer)  # the first call compiles
+        found.append(gemm_shapes(lambda case=case: case.results(case.layer)))
+    assert found[0] and found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -384,21 +384,24 @@ def _threshold(dropout: float) -> int:
 
 class _RowNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, dtype, eps, groups=1, rms=False, columns=0, end=None, _=None):
+    def forward(
+        ctx, x, weight, bias, dtype, eps, groups=1, rms=False, columns=0, end=None, *others
+    ):
+        options = eps, groups, rms, columns, end, *others
         with below_autograd():
-            y, mean, rstd = triton_row_norm(x, weight, bias, dtype, eps, groups, rms, columns, end)
+            y, mean, rstd = triton_row_norm(x, weight, bias, dtype, *options)
         ctx.save_for_backward(x, weight, bias, mean, rstd, end)
-        ctx.eps, ctx.rms = eps, rms
+        ctx.eps, ctx.rms, ctx.num_others = eps, rms, len(others)
         ctx.mark_non_differentiable(mean, rstd)
         return y, mean, rstd
 
     @staticmethod
     def backward(ctx, dy, _dmean, _drstd):
         x, weight, bias, mean, rstd, end = ctx.saved_tensors
-        dy = dy[:, : x.shape[1]]
+        dy = dy[: x.shape[0], : x.shape[1]]
         dx, sums = triton_row_norm_backward(dy, x, mean, rstd, weight, None, ctx.eps, ctx.rms, end)
         dbias = None if bias is None else sums[1].to(bias.dtype)
-        return dx, sums[0].to(weight.dtype), dbias, *(None,) * 7
+        return dx, sums[0].to(weight.dtype), dbias, *(None,) * (6 + ctx.num_others)
 
 
 differentiate(triton_row_norm, _RowNorm.apply)

@@ -6,6 +6,7 @@ import torch
 from accuracy.rows import Norm
 from marks import slow_after
 from torch import library
+from torch.nn.functional import pad
 
 from ..fixtures.rows import ACTIVATIONS, ROWS, by_width
 
@@ -131,6 +132,30 @@ def test_a_frozen_projection_and_no_rows(rows):
     assert y.shape == dx.shape == (rows, 32) and sums.shape == (2, 32)
     if rows == 0:
         assert not sums.any() and not frozen[2].any() and not dprojection.any()
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+@pytest.mark.parametrize("end", [None, 4])
+def test_a_result_with_fewer_rows_than_its_gate(dtype, end):
+    """The others have gradients of 0."""
+    from jagged_kernels.rows import op
+
+    u, a, weight = torch.randn(9, 32).half(), torch.randn(9, 32).half(), torch.randn(32)
+    dout, projection = torch.randn(6, 8).to(dtype), torch.randn(8, 96).half()
+    end = None if end is None else torch.tensor([0, end])
+    _, mean, rstd = op.triton_gate(u, a, weight, None, None, 0.0, *Norm())
+
+    def results(dout):
+        grads, da = outs = [torch.empty_like(u), torch.empty_like(a)]
+        sums = op.triton_gate_linear_backward(
+            dout, None, [u, a, mean, rstd, weight], None, projection, None, 0.0, 1e-6, False, outs,
+            True, end,
+        )  # fmt: skip
+        return grads, da, *sums
+
+    found = results(dout)
+    assert not found[0][6:].any() and not found[1][6:].any() and found[0][:4].all()
+    assert all(map(torch.equal, found, results(pad(dout, (0, 0, 0, 3)))))
 
 
 @pytest.mark.parametrize("norm", [Norm(), Norm(groups=2), Norm(rms=True)], ids=str)
