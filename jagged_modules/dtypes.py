@@ -66,8 +66,7 @@ class WrongDtype(TypeError, ValueError):
 
 
 def uses_kernels(device: torch.device, implementation: str) -> bool:
-    """Whether a function that has kernels runs them, on this device and with this
-    implementation."""
+    """Whether a function with kernels runs them, on this device and with this implementation."""
     return implementation != "reference" and (implementation != "auto" or device.type == "cuda")
 
 

@@ -277,6 +277,12 @@ LAYERS = {  # name → (head dim, options) → layer, layer → call, inputs, re
         _on_rows,
         *ON_ROWS,
     ),
+    "HSTUStack-score": (
+        lambda dim, **to: jm.HSTUStack(2 * dim, HEADS, 2, HSTU, **to),
+        lambda layer: lambda t, o: layer.score((t["z"], o["y"]), layer.cache((t["x"], o["x"])))[0],
+        ("x:x", "z:y"),
+        ("y",),
+    ),
     "BlockDiagonalSelfAttention": (
         lambda dim, **to: jm.BlockDiagonalSelfAttention(2 * dim, HEADS, 16, max_seqlen=400, **to),
         _on_rows,

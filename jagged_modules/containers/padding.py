@@ -30,12 +30,8 @@ def padded(
     side: str = "right",
     truncate: str | None = None,
 ) -> Tensor:
-    """values `[L, ...]` as `[B, N, ...]`, N = max_seqlen. Arguments are checked.
-
-    Args:
-        side: of the padding.
-        truncate: the rows that a segment longer than N keeps, its first ones if None.
-    """
+    """values `[L, ...]` as `[B, N, ...]`, N = max_seqlen. Arguments are checked. side: of the
+    padding. truncate: the rows that a segment longer than N keeps, its first ones if None."""
     segments = offsets.shape[0] - 1
     segment, place = segments_and_positions(offsets, values.shape[0])
     if truncate == "newest" or side == "left":
@@ -94,7 +90,10 @@ def real_places(lengths: Tensor, width: int, side: str) -> Tensor:
 def _checked(name: str, x: Any, shape: tuple[int, ...], letters: str, of: Tensor) -> Tensor:
     check_kind(name, x, Tensor, "a torch.Tensor")
     if x.shape != shape:
-        raise ValueError(f"{name} must have shape {letters} = {list(shape)}, got {list(x.shape)}")
+        hint = "; a mask is given as mask=" if x.shape == of.shape[:2] else ""
+        raise ValueError(
+            f"{name} must have shape {letters} = {list(shape)}, got {list(x.shape)}{hint}"
+        )
     check_device(name, x, of.device, "x's")
     return x
 

@@ -79,8 +79,7 @@ def weighted_events(tensors: DINTensors, call: DINCall, units: UnitParameters | 
 
 
 def _statistics(tensors: DINTensors, call: DINCall, units: UnitParameters) -> list[Tensor]:
-    """Number of pairs, mean and variance `[3, H]` of each hidden layer; 0 pairs where they are the
-    running ones."""
+    """Pairs, mean and variance `[3, H]` of each hidden layer; 0 pairs for the running ones."""
     found: list[Tensor] = []
     moments = operators(call.kernels).moments
     means, variances = units.running_means, units.running_vars

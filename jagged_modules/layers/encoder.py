@@ -238,10 +238,8 @@ class JaggedEncoderLayer(Layer):
             rows = self.norm2(rows + self.dropout(self._ffn(rows)))
         return jagged.unwrap(leaving(rows, end))
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
+    @call_of(forward)
+    def __call__(self) -> None: ...
 
     def _attended(self, jagged: Jagged, rows: Tensor, num_targets: Tensor | None) -> Tensor:
         own = jagged.with_values(rows)
@@ -317,7 +315,5 @@ class JaggedEncoder(Layer):
             return jagged.unwrap(rows.values)
         return jagged.unwrap(leaving(self.norm(rows.values), jagged.end("x")))
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
+    @call_of(forward)
+    def __call__(self) -> None: ...

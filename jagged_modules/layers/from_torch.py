@@ -48,8 +48,7 @@ def load(target: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def load_attention(layer: nn.Module, module: Any) -> None:
-    """Copy the projections of a `checked_attention` into a layer that has `q_proj`, `kv_proj` and
-    `out_proj`."""
+    """Copy a `checked_attention`'s projections into a layer's q_proj, kv_proj and out_proj."""
     own: Any = layer
     width, bias = module.embed_dim, module.in_proj_bias
     q, kv = module.in_proj_weight.tensor_split([width])

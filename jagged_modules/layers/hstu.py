@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -190,10 +190,8 @@ class HSTULayer(Layer):
         rows = self._project("x", jagged)
         return self._updated(rows, self._attend_within(rows, mask, bias))
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
+    @call_of(forward)
+    def __call__(self) -> None: ...
 
     @through_call
     def cache(
@@ -331,10 +329,7 @@ class HSTULayer(Layer):
         self, name: str, x: Jagged, cache: Jagged, cache_timestamps: Tensor | None
     ) -> None:
         """TypeError or ValueError unless the cache has the shape, dtype and device of this layer's
-        keys and values, and one segment per segment of x.
-
-        Errors call x `name`.
-        """
+        keys and values, and one segment per segment of x. Errors call x `name`."""
         check_kind("cache", cache, Jagged, "a Jagged of keys and values")
         check_same_segments(name, x, "cache", cache)
         width = self.head_dim + self.linear_dim
@@ -370,15 +365,19 @@ class HSTULayer(Layer):
 
     def _project(self, name: str, x: Jagged) -> Rows:
         """The rows of x, which errors call `name`, and their projections."""
-        end = x.end(name)
-        values = entering(x.values, end)
-        return Rows(x, end, values, *self._uqkv(values))
+        end, values = x.end(name), x.values
+        by_kernels = takes_kernels(self, values)
+        if not by_kernels:
+            values = entering(values, end)
+        return Rows(x, end, values, *self._uqkv(values, end, by_kernels))
 
     @fixed_rows
-    def _uqkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _uqkv(
+        self, x: Tensor, end: Tensor | None, by_kernels: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u `[L, H · Dv]` before its SiLU, q and k `[L, H, D]`, v `[L, H, Dv]`."""
         qk_width, uv_width = self.num_heads * self.head_dim, self.num_heads * self.linear_dim
-        normed = norm_rows(self.input_norm, x) if takes_kernels(self, x) else self.input_norm(x)
+        normed = norm_rows(self.input_norm, x, end) if by_kernels else self.input_norm(x)
         (uvqk_proj,) = cast_linears(normed, self.uvqk_proj)
         packed: Any = uvqk_proj(normed)
         check_columns("uvqk_proj", packed, 2 * uv_width + 2 * qk_width)

@@ -84,6 +84,7 @@ def test_empty_tensors():
         (dict(lengths=LENGTHS, mask=real("left")), ValueError, "must be given, got both"),
         (dict(lengths=[2, 0, 4, 1]), TypeError, "lengths must be a torch.Tensor, got list"),
         (dict(lengths=LENGTHS[:3]), ValueError, r"must have shape \[B\] = \[4\], got \[3\]"),
+        (dict(lengths=real("left")), ValueError, r"got \[4, 4\]; a mask is given as mask="),
         (dict(lengths=LENGTHS + 1), ValueError, r"must be 0 to x's N, 4, got \[3, 1, 5, 2\]"),
         (dict(lengths=LENGTHS - 1), ValueError, "lengths must be 0 to x's N"),
         (dict(lengths=LENGTHS.float()), TypeError, "lengths"),
