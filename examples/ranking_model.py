@@ -57,6 +57,7 @@ class RankingConfig:
     Args:
         interaction: how a candidate uses its user's history, one of `INTERACTIONS`.
         parts: the parts of the model, of `PARTS`.
+        kunlun: whether JaggedKunlun takes the place of JaggedInterFormer in its part.
         embedding_dim: width E of all vectors, a multiple of 2 · num_heads.
         num_heads: attention heads.
         num_layers: blocks of GDPA, one after another.
@@ -70,6 +71,7 @@ class RankingConfig:
 
     interaction: str = "attention"
     parts: Sequence[str] = tuple(PARTS)
+    kunlun: bool = False
     embedding_dim: int = 64
     num_heads: int = 4
     num_layers: int = 1
@@ -266,7 +268,10 @@ class RankingHead(nn.Module):
             ]
             self.gdpa = blocks[0] if len(blocks) == 1 else nn.Sequential(*blocks)
         if "interformer" in parts:
-            self.interformer = layers.interformer(dim, heads, num_users, device=device)
+            if config.kunlun and layers is not JAGGED:
+                raise ValueError("kunlun must be False with other layers than JAGGED, not True")
+            make = jm.JaggedKunlun if config.kunlun else layers.interformer
+            self.interformer = make(dim, heads, num_users, device=device)
         self.interaction = layers.interaction(config.interaction, dim, heads, device=device)
         num_vectors = num_users + num_candidates
         if "compress" in parts:

@@ -521,8 +521,9 @@ OPERATORS = {
         axes=COMMON
         | {
             name: ATTENTION[name]
-            for name in ("activation", "heads", "head_dim", "v_dim", "output_scale", "mask")
+            for name in ("activation", "heads", "head_dim", "v_dim", "output_scale")
         }
+        | dict(mask=mostly(None, *(x for x, mask in MASKS.items() if "num_targets" not in mask)))
         | DROPOUT
         | BIAS
         | dict(query_tensors=("two tensors", "one tensor")),

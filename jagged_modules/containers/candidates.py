@@ -73,24 +73,25 @@ class CandidateIndex(Queries):
 
     @classmethod
     @one_call
-    def wrap(cls, candidates: CandidateIndex | Tensor, num_users: int) -> CandidateIndex:
+    def wrap(
+        cls, candidates: CandidateIndex | Tensor, num_users: int, name: str = "candidates"
+    ) -> CandidateIndex:
         """A CandidateIndex as it is. A tensor of candidates, `[num_candidates]` indices below
-        num_users in any order, through `from_map`.
+        num_users in any order, through `from_map`. Errors call them `name`.
 
         Raises:
             TypeError: neither a CandidateIndex nor an integer tensor.
-            ValueError: wrong shape, or host indices outside [0, num_users). Errors call the
-                argument candidates.
+            ValueError: wrong shape, or host indices outside [0, num_users).
         """
         if isinstance(candidates, CandidateIndex):
             return candidates
         check_kind(
-            "candidates",
+            name,
             candidates,
             Tensor,
             "a CandidateIndex (from_jagged makes it of a container) or a torch.Tensor",
         )
-        return cls.from_map(candidates, num_users, name="candidates")
+        return cls.from_map(candidates, num_users, name=name)
 
     @classmethod
     @one_call
@@ -340,20 +341,23 @@ class CandidateIndex(Queries):
         num_rows = num_candidates * rows_per_candidate
         return RowSegments(offsets, num_rows=num_rows, has_tail=has_tail)
 
-    def matched(self, queries: Tensor, num_users: int | None, name: str = "q") -> CandidateIndex:
+    def matched(
+        self, queries: Tensor, num_users: int | None, name: str = "q", own: str = "candidates"
+    ) -> CandidateIndex:
         """The index on the queries' device, after `check`.
 
         Args:
             queries: `[num_candidates, ...]`, which errors call `name`.
             num_users: as in `check`.
+            own: what errors call the index.
 
         Raises:
             ValueError: the index describes other numbers of candidates or of users, or is on
                 another device.
         """
         have = "targets have" if name == "targets" else "the queries have"
-        self.check(queries.shape[0], num_users, queries=have)
-        check_device("candidates", self.offsets, queries.device, possessive(name))
+        self.check(queries.shape[0], num_users, own, have)
+        check_device(own, self.offsets, queries.device, possessive(name))
         return self.on(queries.device)
 
     def on(self, device: torch.device) -> CandidateIndex:

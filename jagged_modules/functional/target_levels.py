@@ -136,7 +136,8 @@ def parse_levels(
         check_offsets(name, offsets, k.shape[0])
         check_device(name, offsets, q.device, "q's")
         parents = offsets.shape[0] - 1
-        index = CandidateIndex.wrap(candidates, parents).matched(q, parents)
+        own = f"candidates[{i}]"
+        index = CandidateIndex.wrap(candidates, parents, own).matched(q, parents, own=own)
         keys = parse_segments(name, offsets, k.shape[0], q.device)
         operands.append((k, v))
         levels.append(Level(index.parsed_queries(*q.shape[:2]), keys, index, q.shape[:2]))

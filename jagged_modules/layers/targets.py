@@ -121,14 +121,17 @@ def _with_candidates(
 ) -> Targets:
     """Of one index, or of as many as there are histories."""
     of_levels = are_levels(candidates)
-    given = candidates if of_levels else (candidates,)
-    indices = [CandidateIndex.wrap(x, y.num_segments) for x, y in zip(given, histories.values())]
+    given: Any = {"candidates": candidates}
+    if of_levels:
+        given = {f"candidates[{i}]": x for i, x in enumerate(candidates)}
+    sizes = [x.num_segments for x in histories.values()]
+    indices = {x: CandidateIndex.wrap(given[x], size, x) for x, size in zip(given, sizes)}
     rows = _checked(targets, projection, width, 3, "[num_candidates, n_q, E_t]")
     shape = rows.shape[:2]
     levels: list[Level] = []
     ends: list[Tensor] = []
-    for index, (name, history) in zip(indices, histories.items()):
-        index = index.matched(rows, history.num_segments, "targets")
+    for (own, index), (name, history) in zip(indices.items(), histories.items()):
+        index = index.matched(rows, history.num_segments, "targets", own)
         level = Level(
             index.parsed_queries(*shape), history.parsed(name), index, shape, None, history
         )

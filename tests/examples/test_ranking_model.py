@@ -11,6 +11,8 @@ from torch import nn
 from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.train_pipeline.tracing import Tracer
 
+import jagged_modules as jm
+
 from .ranking_batches import BATCHES, CONFIG, EMBEDDING_DIM, NUM_HEADS, TABLES, make_batch
 
 # The whole model, each part left out, the other interactions, and the model without any part.
@@ -169,6 +171,15 @@ def test_parts_are_those_of_the_config():
         assert getattr(make_model(**VARIANTS[f"no-{part}"]).head, part) is None
     features = make_model(**VARIANTS["no-stream"]).sequences.embedding_configs()[0].feature_names
     assert features == ["history_item", "target_item"]
+
+
+def test_kunlun_in_place_of_interformer():
+    model, batch = make_model(kunlun=True), make_batch(*BATCHES["of all lengths"])
+    assert type(model.head.interformer) is jm.JaggedKunlun
+    model(batch).sum().backward()
+    assert all(x.grad is not None for x in model.head.parameters())
+    with pytest.raises(ValueError, match="kunlun must be False with other layers than JAGGED"):
+        make_model(layers=PADDED, kunlun=True)
 
 
 def test_vectors_of_users_are_not_repeated_per_candidate():

@@ -196,7 +196,7 @@ def test_candidates_of_no_parent(device):
     maps = [case.maps[0].clone(), case.maps[1].clone()]
     maps[0][3], maps[1][5] = 99, -1
     if device == "cpu":
-        with pytest.raises(ValueError, match="candidates must be 0 to"):
+        with pytest.raises(ValueError, match=r"candidates\[0\] must be 0 to"):
             F.target_attention(case.q, case.k, case.v, maps, case.offsets)
         return
     dtype = torch.float32
@@ -279,6 +279,12 @@ def test_errors(change, error):
 
 def test_errors_name_the_level():
     case = Case("two", dims=(8, 8))
+    maps = [case.maps[0], torch.full_like(case.maps[1], 99)]
+    with pytest.raises(ValueError, match=r"candidates\[1\] must be 0 to num_users - 1 = .*99"):
+        F.target_attention(case.q, case.k, case.v, maps, case.offsets)
+    maps[1] = jm.CandidateIndex.from_map(case.maps[1][:-1], len(case.offsets[1]) - 1)
+    with pytest.raises(ValueError, match=r"candidates\[1\] describe .* candidates, the queries"):
+        F.target_attention(case.q, case.k, case.v, maps, case.offsets)
     with pytest.raises(ValueError, match=r"kv_offsets\[1\] must end at the number of rows"):
         F.target_attention(
             case.q, case.k, case.v, case.maps, [case.offsets[0], case.offsets[1][:-1]]
@@ -443,6 +449,12 @@ def test_errors_of_layers(histories, error):
             order.reverse()
         with pytest.raises((TypeError, ValueError), match=error):
             made(*order, batch.candidates)
+        order[order.index(given)] = batch.histories
+        users, vendors = batch.candidates
+        with pytest.raises(ValueError, match=r"candidates\[1\] describe 2 users, the history has"):
+            made(*order, (users, jm.CandidateIndex.from_counts(torch.tensor([1, 1]))))
+        with pytest.raises(ValueError, match=r"candidates\[1\] must be 0 to num_users"):
+            made(*order, (users, torch.full((len(batch.targets),), 99)))
 
 
 @pytest.mark.gpu
