@@ -388,7 +388,7 @@ class CandidateIndex(Queries):
         return self._map(Tensor.pin_memory)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """`Tensor.record_stream` of the tensors on a device. TorchRec's pipelines call it."""
+        """`Tensor.record_stream(stream)` of tensors on a device. TorchRec's pipelines call it."""
         record_stream(stream, self.offsets, self.order, self.inverse, *self._derived[1].values())
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> CandidateIndex:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
-from ..containers.pages import DTYPES_OF_8_BITS, PagedRows, room_of
+from ..containers.pages import DTYPES_OF_8_BITS, room_of
 from ..dtypes import names
 from ..scalars import check_kind, check_size, to_ints
 from ..submodules import submodules
@@ -351,7 +351,8 @@ class PagedHistoryCache:
             known = [table.touch(user) for user in users]
             if in_pages and not any(x.first for x in known):
                 return self._pin(table, known)
-            return self._gather([RowRange(x.pages, x.first, x.length) for x in known])
+            ranges = [RowRange(x.pages, x.first, x.length) for x in known]
+            return self._rows.gather(ranges, self.layer.max_cached_rows)
 
     @contextlib.contextmanager
     def _ordered(self) -> Generator[None]:
@@ -437,12 +438,6 @@ class PagedHistoryCache:
                     self._table.drop(user)
             raise
 
-    def _gather(self, ranges: Sequence[RowRange]) -> HistoryCache:
-        return self._rows.gather(ranges, self.layer.max_cached_rows)
-
-    def _history(self, layers: tuple[PagedRows, ...]) -> HistoryCache:
-        return self._rows.history(layers, self.layer.max_cached_rows)
-
     def _pin(self, table: PageTable, known: Sequence[UserPages]) -> HistoryCache:
         """The users' rows in their pages, which are pinned as long as their page table exists."""
         layers = self._rows.in_pages(known, [x.length for x in known])
@@ -453,14 +448,14 @@ class PagedHistoryCache:
         # which all layers, and what is mapped to other tensors of them, share
         shared = layers[0].pages.table.untyped_storage()
         weakref.finalize(shared, self._read.append, (pinned, stream)).atexit = False
-        return self._history(layers)
+        return self._rows.history(layers, self.layer.max_cached_rows)
 
     def _with_room(self, known: Sequence[UserPages], ranges: Sequence[RowRange]) -> HistoryCache:
         """The users' rows from the start of their pages, with these ranges after them as room."""
         layers = self._rows.in_pages(known, [x.begin for x in ranges])
         for layer, room in zip(layers, self._rows.rooms(known, ranges)):
             layer.room = room
-        return self._history(layers)
+        return self._rows.history(layers, self.layer.max_cached_rows)
 
     def _unpin(self) -> None:
         """Unpin the pages of selected histories that exist no more. Not where these are destroyed:
@@ -475,7 +470,8 @@ class PagedHistoryCache:
         """No rows of these users, who must be cached."""
         with self._lock:
             self._check_cached(users)
-            return self._gather([RowRange(array("q"), 0, 0)] * len(users))
+            ranges = [RowRange(array("q"), 0, 0)] * len(users)
+            return self._rows.gather(ranges, self.layer.max_cached_rows)
 
 
 def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 import jagged_modules as jm
 from jagged_modules import containers
 from jagged_modules.containers.pages import PagedRows
+from jagged_modules.serving.storage import RowStorage
 
 from .caching import HSTU_CONFIGS, Rows, Timeline, hstu, jagged, rows_of
 from .hstu_cases import HEADS, WIDTH
@@ -73,7 +74,7 @@ def test_appended_events_are_written_to_pages_and_read_there(fields, monkeypatch
     monkeypatch.setattr(
         containers.pages, "gather_keys", lambda *args: copied.append(1) or gather(*args)
     )
-    monkeypatch.setattr(jm.PagedHistoryCache, "_gather", lambda *_: copied.append(1))
+    monkeypatch.setattr(RowStorage, "gather", lambda *_: copied.append(1))
     monkeypatch.setattr(
         jm.HSTULayer, "_attend", lambda *args: attended.append(args[-1]) or attend(*args)
     )
