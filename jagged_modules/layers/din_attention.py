@@ -266,20 +266,21 @@ class JaggedDINAttention(Layer):
 
     def _mlp(self) -> DINMlp:
         linears: Any = self.linears
+        kinds: list[Any] = [type(x) for x in linears]
         weights = [getattr(x, "weight", None) for x in linears]
         distributed = sys.modules.get("torch.distributed.tensor")
         sharded = () if distributed is None else distributed.DTensor
         if any(
             not isinstance(weight, Tensor)
             or isinstance(weight, sharded)
-            or type(linear).forward is not nn.Linear.forward
+            or kind.forward is not nn.Linear.forward
             or has_call_of_its_own(linear)
-            for linear, weight in zip(linears, weights)
+            for linear, kind, weight in zip(linears, kinds, weights)
         ):
             raise TypeError(
                 "the layer computes from the weights of its linears, which must be torch.nn.Linear"
                 " with whole weights, without hooks or a forward of their own, got"
-                f" {[(type(x).__name__, type(y).__name__) for x, y in zip(linears, weights)]}"
+                f" {[(x.__name__, type(y).__name__) for x, y in zip(kinds, weights)]}"
             )
         return DINMlp(
             [autocast(x.weight) for x in linears],
