@@ -6,12 +6,16 @@ result. mlperf_serving.py runs MLPerf's LoadGen on a trained ranker.
 
 Prints training samples/s (a sample is a candidate), step time and peak memory, and the time of a
 batch of requests: eager, replayed from CUDA graphs, and with cached histories. Times are wall times
-of one synchronised call. Writes them as JSON.
+of one synchronised call. Writes them as JSON, with the commit, which the environment variable
+COMMIT names where there is no git. --out examples/results/dlrm-v3.json is a record's place.
 """
 
 import argparse
+import os
 import platform
+import subprocess
 import sys
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,13 +182,24 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return os.environ.get("COMMIT") or subprocess.check_output(git, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     torch.manual_seed(options.seed)
     device = options.device
     on_gpu = device.type == "cuda"
     report = {
-        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "commit": commit(),
+        "command": "python examples/benchmark_dlrm_v3.py, with the sizes below",
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU, {platform.machine()}",
         "torch": torch.__version__,
         "sizes": {name: getattr(options, name) for name in SIZES},
         "training": measure_training(options),

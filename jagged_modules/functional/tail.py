@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..segments import checked_offsets, may_have_tail
 from ..validation import runs_transforms
+from .nodes import apply
 
 
 def offsets_and_tail(
@@ -32,14 +33,16 @@ def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Te
     if not runs_kernels(x):
         behind = torch.arange(x.shape[0], device=x.device) >= offsets.select(0, -1)
         return x.masked_fill(behind.view(-1, *[1] * (x.dim() - 1)), 0)
-    return _WithoutTail.apply(x, offsets, clears_gradient)  # type: ignore[no-untyped-call]  # unannotated in torch
+    result: Tensor = apply(_WithoutTail, x, offsets, clears_gradient)
+    return result
 
 
 def with_clean_tail(x: Tensor, offsets: Tensor) -> Tensor:
     """`without_tail` of a tensor that the caller has just computed, in place."""
     if not (runs_kernels(x) and x.is_contiguous()):
         return without_tail(x, offsets)
-    return _WithCleanTail.apply(x, offsets)  # type: ignore[no-untyped-call]  # unannotated in torch
+    result: Tensor = apply(_WithCleanTail, x, offsets)
+    return result
 
 
 def entering(x: Tensor, end: Tensor | None) -> Tensor:

@@ -24,6 +24,7 @@ from ..unit_activations import UNIT_ACTIVATIONS, WITH_PARAMETERS, UnitParameters
 from .cached_projections import layer_of_cache
 from .din_weights import read_mlp
 from .keywords import name_keywords
+from .one_node import has_call_of_its_own
 from .parameters import Layer, check_parameter_dtype
 from .targets import Targets, parse_targets
 
@@ -263,14 +264,21 @@ class JaggedDINAttention(Layer):
 
     def _mlp(self) -> DINMlp:
         linears: Any = self.linears
+        kinds: list[Any] = [type(x) for x in linears]
         weights = [getattr(x, "weight", None) for x in linears]
         distributed = sys.modules.get("torch.distributed.tensor")
         sharded = () if distributed is None else distributed.DTensor
-        if any(not isinstance(x, Tensor) or isinstance(x, sharded) for x in weights):
+        if any(
+            not isinstance(weight, Tensor)
+            or isinstance(weight, sharded)
+            or kind.forward is not nn.Linear.forward
+            or has_call_of_its_own(linear)
+            for linear, kind, weight in zip(linears, kinds, weights)
+        ):
             raise TypeError(
                 "the layer computes from the weights of its linears, which must be torch.nn.Linear"
-                " with whole weights, got"
-                f" {[(type(x).__name__, type(y).__name__) for x, y in zip(linears, weights)]}"
+                " with whole weights, without hooks or a forward of their own, got"
+                f" {[(x.__name__, type(y).__name__) for x, y in zip(kinds, weights)]}"
             )
         return DINMlp(
             [autocast(x.weight) for x in linears], [autocast(x.bias) for x in linears],

@@ -369,7 +369,7 @@ class HSTULayer(Layer):
         by_kernels = takes_kernels(self, values)
         if not by_kernels:
             values = entering(values, end)
-        return Rows(x, end, values, *self._uqkv(values, end, by_kernels))
+        return Rows(x, end, by_kernels, values, *self._uqkv(values, end, by_kernels))
 
     @fixed_rows
     def _uqkv(
@@ -474,11 +474,12 @@ class HSTULayer(Layer):
 
     def _updated(self, rows: Rows, a: Tensor) -> Any:
         """The rows' container with updated values, from their attention."""
-        return rows.jagged.unwrap(leaving(self._output(rows.values, rows.u, a), rows.end))
+        return rows.jagged.unwrap(leaving(self._output(rows, a), rows.end))
 
     @fixed_rows
-    def _output(self, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
-        if takes_kernels(self, x):
+    def _output(self, rows: Rows, a: Tensor) -> Tensor:
+        x, u = rows.values, rows.u
+        if rows.by_kernels:
             return gated_output(self, x, u, a)
         dtype = torch.promote_types(x.dtype, torch.float32)
         u, a = nnf.silu(u.to(dtype)), a.to(dtype)

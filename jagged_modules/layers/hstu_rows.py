@@ -16,10 +16,11 @@ from ..functional.tail import leaving
 
 class Rows(NamedTuple):
     """The rows of a call: their values, and the projections of these, which are finite behind
-    `end`."""
+    `end`. by_kernels: whether kernels replace the layer's modules."""
 
     jagged: Jagged
     end: Tensor | None
+    by_kernels: bool
     values: Tensor
     u: Tensor
     q: Tensor

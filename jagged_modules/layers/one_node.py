@@ -57,12 +57,20 @@ def _is_plain(module: nn.Module) -> bool:
     # Also false for the subclass that parametrisation makes, and for quantised weights.
     if not type(module).__module__.startswith(("torch.nn.modules.", "jagged_modules.")):
         return False
-    own: Any = module  # torch has no public names for these
+    own: Any = module  # torch has no public name for these
     for x in own._parameters.values():
         if not (x is None or type(x) is nn.Parameter or type(x) is Tensor):
             return False
+    # a tensor that took a parameter's place
+    return not ("weight" in vars(module) or "bias" in vars(module) or has_call_of_its_own(module))
+
+
+def has_call_of_its_own(module: nn.Module) -> bool:
+    """Whether a call does more than the forward of the module's class: hooks, or a forward that was
+    set on the module itself."""
+    own: Any = module  # torch has no public names for these
     hooks = own._forward_hooks or own._forward_pre_hooks
-    return not (hooks or own._backward_hooks or own._backward_pre_hooks)
+    return bool(hooks or own._backward_hooks or own._backward_pre_hooks or "forward" in vars(own))
 
 
 def parameters_of(*modules: nn.Module) -> list[Any]:

@@ -232,8 +232,8 @@ class Peer:
         self.process = None
         with self.errors:
             self.errors.seek(0)
-            *_, last = ["nothing on stderr", *self.errors.read().split("\n\n")]
-        return f"its process ended with {code}: {' '.join(last.split())[-200:]}"
+            last = self.errors.read().strip().split("\n\n")[-1]
+        return f"its process ended with {code}: {' '.join(last.split())[-200:] or 'no message'}"
 
     def measure(self, case: Case) -> list[dict]:
         """Its row of the case; none if it cannot compute what the case asks for."""

@@ -84,11 +84,12 @@ def test_a_peer_that_hangs_is_stopped(peer):
         assert row["status"] == leaderboard.SPENT and one.process is None
 
 
-def test_a_peer_that_cannot_begin_has_a_row_for_each_case(peer):
-    one = peer("raise SystemExit('no device')", 60)
+@pytest.mark.parametrize("said, message", [("no device\n\n", "no device"), ("", "no message")])
+def test_a_peer_that_cannot_begin_has_a_row_for_each_case(peer, said, message):
+    one = peer(f"raise SystemExit({said!r})" if said else "import os; os._exit(1)", 60)
     for _ in range(2):
         (row,) = one.measure(CASE)
-        assert row["status"] == "unavailable: its process ended with 1: no device"
+        assert row["status"] == f"unavailable: its process ended with 1: {message}"
 
 
 def test_a_process_ends_after_an_error(peer):

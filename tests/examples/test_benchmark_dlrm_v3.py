@@ -29,10 +29,12 @@ def test_cached_histories_and_the_gradient_of_tables():
     assert set(model.ids.weight.grad.coalesce().indices()[0].tolist()) == set(batch.ids.tolist())
 
 
-def test_the_program(tmp_path, capsys):
+def test_the_program(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COMMIT", "0123abc")
     out = tmp_path / "results.json"
     bench.main(["--device", "cpu", "--batches", "1", "--out", str(out)])
     report = json.loads(out.read_text())
+    assert report["commit"] == "0123abc" and report["date"][:2] == "20" and report["device"]
     assert set(report["inference_ms"]) == {"eager", "cached"}
     assert report["training"]["samples_per_second"] > 0
     assert "requests, cached" in capsys.readouterr().out

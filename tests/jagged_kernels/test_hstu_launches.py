@@ -44,6 +44,11 @@ def _add_a_bias(layer):
     layer.out_proj = nn.Linear(192, 64).bfloat16()
 
 
+def _set_forward(layer):
+    forward = layer.uvqk_proj.forward
+    layer.uvqk_proj.forward = lambda x: forward(x)
+
+
 def _parametrise(layer):
     parametrize.register_parametrization(layer.uvqk_proj, "weight", nn.Identity())
 
@@ -56,8 +61,9 @@ def _parametrise(layer):
         _replace_dropout,
         _add_a_bias,
         _parametrise,
+        _set_forward,
     ],
-    ids=["hook", "backward-hook", "dropout", "bias", "parametrised"],
+    ids=["hook", "backward-hook", "dropout", "bias", "parametrised", "forward"],
 )
 def test_modules_that_must_be_called(offsets, change):
     assert not launched(offsets, change)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import jagged_modules as jm
 
@@ -195,6 +196,39 @@ def test_compiled_and_exported(activation):
 def test_errors_of_the_constructor(change, message):
     with pytest.raises((TypeError, ValueError), match=message):
         jm.JaggedDINAttention(**(dict(embedding_dim=E) | change))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda linears: linears[1].register_forward_hook(lambda *_: None),
+        lambda linears: prune.l1_unstructured(linears[0], "weight", 0.5),
+        lambda linears: setattr(linears[0], "forward", lambda x: x),
+        lambda linears: linears.append(Doubled(linears.pop(-1).in_features, 1)),
+    ],
+    ids=["hook", "prune", "forward", "subclass"],
+)
+def test_linears_that_must_be_called_are_errors(change):
+    layer = jm.JaggedDINAttention(E, (6,))
+    change(layer.linears)
+    inputs = torch.randn(5, 1, E), (torch.randn(ROWS, E), OFFSETS), CANDIDATES
+    with pytest.raises(TypeError, match="without hooks or a forward of their own"):
+        layer(*inputs)
+
+
+def test_a_parametrised_linear_computes_its_weight():
+    layer = jm.JaggedDINAttention(E, (6,))
+    inputs = torch.randn(5, 1, E), (torch.randn(ROWS, E), OFFSETS), CANDIDATES
+    expected = layer(*inputs)
+    nn.utils.parametrizations.weight_norm(layer.linears[0])
+    torch.testing.assert_close(layer(*inputs), expected)
+    layer.linears[0].parametrizations.weight.original0.data *= 2
+    assert not torch.allclose(layer(*inputs), expected)
 
 
 def test_errors_of_the_call():

@@ -517,6 +517,19 @@ def replaced(layer, name):
     return layer
 
 
+def set_forward(module):
+    """As libraries that move weights to a device for each call do."""
+    forward = module.forward
+    module.forward = lambda x: forward(x).cos()
+
+
+def set_tensor(module, name):
+    """A tensor that is no parameter, in the place of one."""
+    parameter = getattr(module, name)
+    delattr(module, name)
+    setattr(module, name, parameter.detach().cos())
+
+
 @pytest.mark.parametrize(
     "name, change, count",
     [
@@ -526,6 +539,10 @@ def replaced(layer, name):
         ("layer", lambda layer: layer.kv_proj.register_forward_pre_hook(lambda *_: None), 0),
         ("block", lambda layer: layer.attention.register_forward_hook(lambda *_: None), 1),
         ("block", lambda layer: nn.utils.parametrizations.weight_norm(layer.attention.out_proj), 0),
+        ("block", lambda layer: set_forward(layer.attention.out_proj), 0),
+        ("candidates", lambda layer: set_forward(layer.kv_proj), 0),
+        ("candidates", lambda layer: set_tensor(layer.q_proj, "weight"), 0),
+        ("self-candidates", lambda layer: set_tensor(layer.out_proj, "bias"), 0),
         ("rotary", lambda layer: replaced(layer, "qkv_proj"), 0),
         ("rotary", lambda layer: setattr(layer.out_proj, "bias", None), 0),
         ("mlp", lambda layer: replaced(layer, "layers.1"), 0),
@@ -541,8 +558,12 @@ def test_modules_that_are_not_plain_are_called(nodes, name, change, count):
     """count: of nodes. An attention without its block's or encoder's norm may still be one."""
     case = CASES[name]()
     change(case.layer)
-    case.run(case.layer, *case.inputs)
+    result = case.run(case.layer, *case.inputs)
     assert len(nodes) == count
+    called = copy.deepcopy(case.layer)
+    for module in called.modules():
+        module.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(case.run(called, *case.inputs), result)
 
 
 @pytest.mark.parametrize(
