@@ -17,6 +17,7 @@ from jagged_modules import cpp_library
 from jagged_modules import functional as F
 from jagged_modules.activations import ACTIVATIONS
 from jagged_modules.cpu import attention as python
+from jagged_modules.functional import din_node
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -49,10 +50,35 @@ def calls(operator, monkeypatch):
     return called
 
 
-def test_schemas_are_those_of_python(operator):
-    name, _, schema = str(operator._schema).partition("(")
-    assert name == "jagged_modules_cpp::attention_cpu"
-    assert schema == str(python._OPERATOR._schema).partition("(")[2]
+@pytest.fixture
+def din_calls(operator, monkeypatch):
+    """As `calls`, of DIN's attention."""
+    found, called = torch.ops.jagged_modules_cpp.din_attention_cpu.default, []
+    monkeypatch.setattr(
+        din_node,
+        "din_attention_cpu",
+        lambda *arguments: called.append(arguments) or found(*arguments),
+    )
+    return called
+
+
+@pytest.mark.parametrize("name", ["attention_cpu", "din_attention_cpu"])
+def test_schemas_are_those_of_python(operator, name):
+    schemas = [
+        str(getattr(getattr(torch.ops, space), name).default._schema)
+        for space in ("jagged_modules_cpp", "jagged_modules")
+    ]
+    assert schemas[0].replace("_cpp::", "::") == schemas[1]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize(
+    "activation", ["sigmoid", "silu", "relu", "identity", "prelu", "dice-eval"]
+)
+def test_random_calls_of_din_attention(din_calls, activation, rows):
+    for seed in range(4):
+        check(random_case("din_attention", seed, "cpu", activation=activation, rows=rows))
+    assert len(din_calls) >= 4
 
 
 @pytest.mark.parametrize(
