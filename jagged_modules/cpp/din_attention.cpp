@@ -97,8 +97,9 @@ struct DIN {
 
 template <class A>
 std::vector<A> matrix(const char* name, const Tensor& x, Int rows, Int columns) {
-  STD_TORCH_CHECK(x.dim() == 2 && x.size(0) == rows && x.size(1) == columns, "din_attention_cpu: ",
-                  name, " must be of shape [", rows, ", ", columns, "]");
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(0) == rows && x.size(1) == columns, name,
+                  " must be of shape [", rows, ", ", columns, "], got [", x.size(0), ", ",
+                  x.dim() > 1 ? x.size(1) : 1, "]");
   return elements<A>(name, x);
 }
 
@@ -107,13 +108,17 @@ std::vector<typename DIN<A>::Layer> layers_of(const std::vector<Tensor>& weights
                                               const std::vector<Tensor>& biases,
                                               const MaybeTensors& tables, Int width) {
   std::vector<typename DIN<A>::Layer> found;
+  STD_TORCH_CHECK(biases.size() + 1 == weights.size(), "biases must be of ", weights.size() - 1,
+                  " layers, got ", biases.size());
+  STD_TORCH_CHECK(tables.size() + 1 == weights.size(), "tables must be of ", weights.size() - 1,
+                  " layers, got ", tables.size());
   for (size_t l = 0; l < weights.size(); ++l) {
     const Int out = weights[l].size(0);
     auto& layer = found.emplace_back();
     layer.in = l ? found[l - 1].out : width, layer.out = out;
     layer.weight = matrix<A>("weights", weights[l], out, layer.in);
-    if (l) layer.bias = elements<A>("biases", biases.at(l - 1), out);
-    if (l + 1 < weights.size() && tables.at(l).has_value())
+    if (l) layer.bias = elements<A>("biases", biases[l - 1], out);
+    if (l + 1 < weights.size() && tables[l].has_value())
       layer.table = matrix<A>("tables", *tables[l], 7, out);
   }
   return found;
