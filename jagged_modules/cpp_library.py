@@ -14,7 +14,7 @@ import functools
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -75,17 +75,19 @@ def package(program: torch.export.ExportedProgram, path: str | Path, **options: 
     Args:
         options: such as inductor_configs.
     """
+    from torch import _inductor  # pyright: ignore[reportPrivateUsage]
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
-    write, ignored = PythonWrapperCodegen.writeline, "aoti_torch_proxy_executor_call_function("
+    inductor, codegen = cast("Any", _inductor), cast("Any", PythonWrapperCodegen)
+    write, ignored = codegen.writeline, "aoti_torch_proxy_executor_call_function("
 
-    def checked(wrapper: PythonWrapperCodegen, line: Any) -> None:
+    def checked(wrapper: object, line: object) -> None:
         if isinstance(line, str) and line.startswith(ignored):
             line = f"AOTI_TORCH_ERROR_CODE_CHECK({line.removesuffix(';')});"
         write(wrapper, line)
 
-    with mock.patch.object(PythonWrapperCodegen, "writeline", checked):
-        return torch._inductor.aoti_compile_and_package(program, package_path=str(path), **options)
+    with mock.patch.object(codegen, "writeline", checked):
+        return inductor.aoti_compile_and_package(program, package_path=str(path), **options)
 
 
 def main(argv: Iterable[str] | None = None) -> None:

@@ -2,16 +2,19 @@
 
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <string_view>
 #include <type_traits>
 
 namespace jagged_modules {
 
-constexpr int KEYS = 64;  // of a tile
+constexpr int KEYS = 64;   // of a tile
+constexpr int LANES = 16;  // of sums and maxima
 
 // 1 / i!
 template <class A, int N>
@@ -47,6 +50,29 @@ inline A exponential(A x) {
   A power;
   std::memcpy(&power, &bits, sizeof(A));
   return p * power * power;
+}
+
+// Scores to e^(score - top), with the top and the total of a row brought up to date. Returns the
+// factor of what was summed before. A row of -inf scores has a total of 0, so NaN.
+template <class A>
+inline A exponentials(A* s, const bool* hidden, A& top, A& total) {
+  constexpr A infinity = std::numeric_limits<A>::infinity();
+  A tops[LANES], totals[LANES] = {};
+  for (int j = 0; j < KEYS; ++j) s[j] = hidden[j] ? -infinity : s[j];
+  for (int i = 0; i < LANES; ++i) tops[i] = top;
+  for (int j = 0; j < KEYS; j += LANES)
+    for (int i = 0; i < LANES; ++i) tops[i] = s[j + i] > tops[i] ? s[j + i] : tops[i];
+  const A highest = *std::max_element(tops, tops + LANES);
+  const A base = highest == -infinity ? A(0) : highest;
+  for (int j = 0; j < KEYS; ++j) s[j] = exponential(s[j] - base);
+  for (int j = 0; j < KEYS; j += LANES)
+    for (int i = 0; i < LANES; ++i) totals[i] += s[j + i];
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) totals[i] += totals[i + half];
+  const A keep = top == highest ? A(1) : exponential(top - base);
+  top = highest;
+  total = total * keep + totals[0];
+  return keep;
 }
 
 template <class A>

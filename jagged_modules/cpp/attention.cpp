@@ -7,22 +7,16 @@
 
 #include "activations.h"
 #include "arguments.h"
+#include "operators.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <atomic>
-#include <limits>
 #include <string>
 #include <tuple>
 
 namespace jagged_modules {
 namespace {
 
-constexpr int COLUMNS = 32;    // of values that stay in registers
-constexpr int LANES = 16;      // of sums and maxima
-constexpr Int ROWS = 32;       // query rows of an item, times the heads that share keys
-constexpr Int COST = 1 << 16;  // multiplications that are worth another thread
+constexpr int COLUMNS = 32;  // of values that stay in registers
+constexpr Int ROWS = 32;     // query rows of an item, times the heads that share keys
 
 // T: of the operands and the result. A: of the arithmetic.
 template <class T, class A>
@@ -69,12 +63,7 @@ struct Attention {
         for (Int head = 0; head < k.heads; head += heads)
           items.push_back({b, first, std::min(most, rows - first), head, heads});
     }
-    std::atomic<size_t> next{0};
-    const Int threads = std::min<Int>(torch::stable::get_num_threads(), cost / COST + 1);
-    torch::stable::parallel_for(0, threads, 1, [&](Int, Int) {
-      Scratch scratch;
-      for (size_t i; (i = next++) < items.size();) compute(items[i], scratch);
-    });
+    for_each_item<Scratch>(items.size(), cost, [&](Int i, Scratch& x) { compute(items[i], x); });
   }
 
   void compute(const Item& item, Scratch& x) const {
@@ -213,28 +202,6 @@ struct Attention {
     }
   }
 
-  // Scores to e^(score - top), with the top and the total of a row brought up to date. Returns the
-  // factor of what was summed before. A row of -inf scores has a total of 0, so NaN.
-  static A exponentials(A* s, const bool* hidden, A& top, A& total) {
-    constexpr A infinity = std::numeric_limits<A>::infinity();
-    A tops[LANES], totals[LANES] = {};
-    for (int j = 0; j < KEYS; ++j) s[j] = hidden[j] ? -infinity : s[j];
-    for (int i = 0; i < LANES; ++i) tops[i] = top;
-    for (int j = 0; j < KEYS; j += LANES)
-      for (int i = 0; i < LANES; ++i) tops[i] = s[j + i] > tops[i] ? s[j + i] : tops[i];
-    const A highest = *std::max_element(tops, tops + LANES);
-    const A base = highest == -infinity ? A(0) : highest;
-    for (int j = 0; j < KEYS; ++j) s[j] = exponential(s[j] - base);
-    for (int j = 0; j < KEYS; j += LANES)
-      for (int i = 0; i < LANES; ++i) totals[i] += s[j + i];
-    for (int half = LANES / 2; half; half /= 2)
-      for (int i = 0; i < half; ++i) totals[i] += totals[i + half];
-    const A keep = top == highest ? A(1) : exponential(top - base);
-    top = highest;
-    total = total * keep + totals[0];
-    return keep;
-  }
-
   void store(const Item& item, const Scratch& x) const {
     const Int keys = num_keys(item.segment), start = q_offsets[item.segment] + item.first;
     const A factor = output_scale * (segment_scale.empty() ? A(1) : segment_scale[item.segment]);
@@ -301,33 +268,12 @@ std::tuple<Tensor, Tensor> attention_cpu(Tensor q, Tensor k, Tensor v, MaybeTens
   return {out, lse};
 }
 
-struct Operator {
-  const char *name, *schema;
-  void (*call)(StableIValue*, uint64_t, uint64_t);
-};
-
-constexpr Operator OPERATORS[] = {
+const bool registered = register_operator(
     {"attention_cpu",
      "attention_cpu(Tensor q, Tensor k, Tensor v, Tensor?[] segments, Tensor?[] bias,"
      " SymInt[]? mask, SymInt[] options, float[] factors, str activation, str implementation)"
      " -> (Tensor, Tensor)",
-     TORCH_BOX(&attention_cpu)},
-};
-
-// Defines what the namespace does not have. False if it has one of them: Python's.
-bool register_in(const char* space) {
-  TorchLibraryHandle schemas, kernels;
-  aoti_torch_library_init_fragment(space, __FILE__, __LINE__, &schemas);
-  aoti_torch_library_init_impl(space, "CPU", __FILE__, __LINE__, &kernels);
-  for (const Operator& x : OPERATORS)
-    if (aoti_torch_library_def(schemas, x.schema) ||
-        torch_library_impl(kernels, x.name, x.call, TORCH_ABI_VERSION))
-      return false;
-  return true;
-}
-
-// Beside Python's operators, these get a namespace of their own, so that both can be compared.
-const bool registered = register_in("jagged_modules") || register_in("jagged_modules_cpp");
+     TORCH_BOX(&attention_cpu)});
 
 }  // namespace
 }  // namespace jagged_modules

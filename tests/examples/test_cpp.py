@@ -133,6 +133,7 @@ class EveryLayer(torch.nn.Module):
         self.block = jm.BlockDiagonalSelfAttention(
             width, heads, block_size=16, max_seqlen=1000, rotary="qkv"
         )
+        self.din = jm.JaggedDINAttention(width)
         self.compress = jm.LinearCompressEmbedding(10, 4, 9)
         biases = jm.HSTUConfig(scaling_seqlen=10, relative_position=500, relative_time=8)
         self.biased = jm.HSTUStack(width, heads, 2, biases)
@@ -148,6 +149,7 @@ class EveryLayer(torch.nn.Module):
             F.jagged_attention(q, q, q, offsets, mask=mask),
             self.target(candidates[:, None], history, index),
             self.self_target(targets, history),
+            self.din(candidates[:, None], history, index),
             *(layer(history).values for layer in (self.gdpa, self.encoder, self.block)),
             self.compress(dense, shared, index),
             self.biased(history, timestamps=times).values,

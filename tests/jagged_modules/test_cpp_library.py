@@ -17,6 +17,7 @@ from jagged_modules import cpp_library
 from jagged_modules import functional as F
 from jagged_modules.activations import ACTIVATIONS
 from jagged_modules.cpu import attention as python
+from jagged_modules.functional import din_node
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -49,10 +50,85 @@ def calls(operator, monkeypatch):
     return called
 
 
-def test_schemas_are_those_of_python(operator):
-    name, _, schema = str(operator._schema).partition("(")
-    assert name == "jagged_modules_cpp::attention_cpu"
-    assert schema == str(python._OPERATOR._schema).partition("(")[2]
+@pytest.fixture
+def din_calls(operator, monkeypatch):
+    """As `calls`, of DIN's attention."""
+    found, called = torch.ops.jagged_modules_cpp.din_attention_cpu.default, []
+    monkeypatch.setattr(
+        din_node,
+        "din_attention_cpu",
+        lambda *arguments: called.append(arguments) or found(*arguments),
+    )
+    return called
+
+
+@pytest.mark.parametrize("name", ["attention_cpu", "din_attention_cpu"])
+def test_schemas_are_those_of_python(operator, name):
+    schemas = [
+        str(getattr(getattr(torch.ops, space), name).default._schema)
+        for space in ("jagged_modules_cpp", "jagged_modules")
+    ]
+    assert schemas[0].replace("_cpp::", "::") == schemas[1]
+
+
+@pytest.mark.parametrize(
+    "activation", ["sigmoid", "silu", "relu", "identity", "prelu", "dice-eval"]
+)
+def test_random_calls_of_din_attention(din_calls, activation):
+    fixed = dict(activation=activation, implementation="auto")
+    for seed, normalize in enumerate([None, "softmax"] * 2):
+        check(random_case("din_attention", seed, "cpu", normalize=normalize, **fixed))
+    assert len(din_calls) >= 4
+
+
+def din_attention(rows, offsets, weights):
+    """q is k; the hidden units are those of weights."""
+    biases = [torch.ones(3), torch.zeros(1)]
+    index, options = jm.CandidateIndex.from_offsets(offsets), dict(normalize="softmax")
+    return F.din_attention(
+        *[rows] * 3, index, offsets, weights, biases, activation="silu", **options
+    )
+
+
+def test_bits_of_din_attention_depend_on_nothing_else(din_calls):
+    rows, weights = torch.randn(210, 5), [torch.randn(3, 20), torch.randn(1, 3)]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        out = din_attention(rows, OFFSETS, weights)
+    finally:
+        torch.set_num_threads(threads)
+    alone = din_attention(rows[73:], torch.tensor([0, 137]), weights)
+    assert torch.equal(out[73:], alone)
+    assert len(din_calls) == 2
+
+
+@pytest.mark.parametrize(
+    "place, given, message",
+    [
+        (4, torch.tensor([0, 7, 6]), "q_offsets must not decrease, got 7 before 6 at segment 1"),
+        (5, torch.tensor([0, 2, 9]), "kv_offsets must be 0 to 6, the number of rows, got 0 to 9"),
+        (5, torch.tensor([0, 6]), "q_offsets must be of 1 segments, as kv_offsets, got 2"),
+        (
+            1,
+            [torch.ones(3, 7), torch.ones(1, 3)],
+            r"weights must be of shape \[3, 8\], got \[3, 7\]",
+        ),
+        (0, [torch.ones(6, 8)] * 4, r"a must be of shape \[6, 3\], got \[6, 8\]"),
+        (2, [torch.ones(0)], "biases must have 1 elements, got 0"),
+        (2, [], "biases must be of 1 layers, got 0"),
+        (6, "gelu!", "din_attention_cpu: no activation gelu!"),
+        (6, "dice", "din_attention_cpu: no activation dice"),
+    ],
+)
+def test_operands_of_din_attention_that_are_no_addresses(operator, place, given, message):
+    rows, offsets = torch.ones(6, 8), torch.tensor([0, 2, 6])
+    operands = [rows, rows, torch.ones(6, 3), torch.ones(6, 3)]
+    weights, biases = [torch.ones(3, 8), torch.ones(1, 3)], [torch.ones(1)]
+    arguments = [operands, weights, biases, [None], offsets, offsets, "relu", True]
+    arguments[place] = given
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.jagged_modules_cpp.din_attention_cpu(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,8 @@ class _Trace(TorchFunctionMode):
             raise NotImplementedError(f"{found.kernel} writes to what its operator was given")
         # AOTInductor passes None for an empty list of tensors or integers
         read, integers = read or [written[0].new_empty(0)], integers or [0]
-        grid = [*grid, 1, 1][:3]
-        self.op(f"{self._described(found)} {letters}", written, read, integers, factors, grid)
+        description = f"{self._described(found)} {letters}"
+        self.op(description, written, read, integers, factors, [*grid, 1, 1][:3])
 
     def _described(self, launch: Launch) -> str:
         """The first words of `launch`. Writes the cubin, whose name has a hash of it."""
