@@ -18,13 +18,14 @@ import torch
 import trainer
 from data.forms import add_form_options
 from ranking_data import make_loader
-from sequence_data import SequenceDataset
+from sequence_data import SequenceBatch, SequenceDataset
 from torch.nn import functional
 from train_hstu import COLUMNS, load_datasets
 from training import (
     HelpFormatter,
     check_at_least_1,
     next_item_metrics,
+    pick_device,
     rank_unseen,
     save_json,
     seed_number,
@@ -36,7 +37,7 @@ DECAYS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 Datasets = dict[str, SequenceDataset]
 
 
-def counts(datasets: Datasets, with_valid: bool) -> torch.Tensor:
+def counts(datasets: Datasets, with_valid: bool, device: torch.device) -> torch.Tensor:
     """How often items were chosen by the same user, float64 [items, items]. An item that a user
     chose twice counts once."""
     log, held_out = datasets["train"].log, ("test",) if with_valid else ("valid", "test")
@@ -44,13 +45,14 @@ def counts(datasets: Datasets, with_valid: bool) -> torch.Tensor:
     for name in held_out:
         fitted[datasets[name].windows.end] = False
     events = torch.from_numpy(np.unique(np.stack([log.user, log.item])[:, fitted], axis=1))
-    total = torch.zeros(log.num_items, log.num_items, dtype=torch.float64)
+    events = events.to(device)
+    total = torch.zeros(log.num_items, log.num_items, dtype=torch.float64, device=device)
     for first in range(0, log.num_users, USERS_AT_A_TIME):
         near = (events[0] >= first) & (events[0] < first + USERS_AT_A_TIME)
         user, item = events[0, near] - first, events[1, near]
         chosen = torch.sparse_coo_tensor(
             torch.stack([item, user]),
-            torch.ones(len(item), dtype=torch.float64),
+            total.new_ones(len(item)),
             (log.num_items, USERS_AT_A_TIME),
             check_invariants=False,
         )
@@ -71,7 +73,7 @@ def similarity(together: torch.Tensor, neighbours: int, shrink: float) -> torch.
 def ease(together: torch.Tensor, penalty: float) -> torch.Tensor:
     """EASE: the linear model of each item by the others with the least squared error + penalty *
     squared weights, [items, items]."""
-    inverse = torch.linalg.inv(together + penalty * torch.eye(len(together), dtype=torch.float64))
+    inverse = torch.linalg.inv(together + penalty * torch.eye(len(together)).to(together))
     weights = inverse / -inverse.diagonal()
     return weights.fill_diagonal_(0)
 
@@ -81,17 +83,21 @@ def popularity(together: torch.Tensor) -> torch.Tensor:
     return together.diagonal().expand_as(together)
 
 
-def evaluate(dataset: SequenceDataset, matrix: torch.Tensor, decay: float) -> dict[str, float]:
+def batches_of(dataset: SequenceDataset, device: torch.device) -> list[SequenceBatch]:
+    return [batch.to(device) for batch in make_loader(dataset, USERS_AT_A_TIME)]
+
+
+def evaluate(batches: list[SequenceBatch], matrix: torch.Tensor, decay: float) -> dict[str, float]:
     """Metrics of scores that are the sum of the rows of a user's items in `matrix` [items, items],
     each times decay to the power of how many events of the user followed its last choice."""
     ranks = []
-    for batch in make_loader(dataset, USERS_AT_A_TIME):
+    for batch in batches:
         seen = batch.seen["seen"]
         lengths = seen.lengths().long()
-        row = torch.arange(len(lengths)).repeat_interleave(lengths)
-        age = seen.offsets()[1:][row] - 1 - torch.arange(len(row))
+        row = torch.arange(len(lengths), device=matrix.device).repeat_interleave(lengths)
+        age = seen.offsets()[1:][row] - 1 - torch.arange(len(row), device=matrix.device)
         place = row * len(matrix) + seen.values()
-        latest = torch.full((len(lengths) * len(matrix),), len(row)).scatter_reduce_(
+        latest = age.new_full((len(lengths) * len(matrix),), len(row)).scatter_reduce_(
             0, place, age, "amin"
         )
         weights = decay ** age.to(matrix.dtype) * (age == latest[place])
@@ -115,14 +121,15 @@ MODELS = {
 }
 
 
-def measure(datasets: Datasets) -> dict[str, dict[str, Any]]:
+def measure(datasets: Datasets, device: torch.device) -> dict[str, dict[str, Any]]:
     """Settings and test metrics of each model, fitted without and with the validation events.
 
     Raises ValueError if there are more than `MOST_ITEMS` items.
     """
     if (found := datasets["train"].log.num_items) > MOST_ITEMS:
         raise ValueError(f"a log must have at most {MOST_ITEMS:,} items, not {found:,}")
-    without, with_valid = (counts(datasets, each) for each in (False, True))
+    without, with_valid = (counts(datasets, each, device) for each in (False, True))
+    valid, test = (batches_of(datasets[name], device) for name in ("valid", "test"))
     results = {}
     for name, (fit, decays) in MODELS.items():
         grid, best = GRID[fit], (-1.0, {}, 1.0)
@@ -130,31 +137,32 @@ def measure(datasets: Datasets) -> dict[str, dict[str, Any]]:
             settings = dict(zip(grid, values))
             matrix = fit(without, **settings)
             for decay in decays:
-                found = evaluate(datasets["valid"], matrix, decay)["ndcg@10"]
+                found = evaluate(valid, matrix, decay)["ndcg@10"]
                 best = max(best, (found, settings, decay), key=lambda each: each[0])
         _, settings, decay = best
         for label, together in ((name, without), (f"{name}, fitted to validation", with_valid)):
-            test = evaluate(datasets["test"], fit(together, **settings), decay)
-            results[label] = {"settings": {**settings, "decay": decay}, "test": test}
+            metrics = evaluate(test, fit(together, **settings), decay)
+            results[label] = {"settings": {**settings, "decay": decay}, "test": metrics}
     return results
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+        description=__doc__.partition("\n\n")[0], formatter_class=HelpFormatter
     )
     parser.add_argument("--data", help="log, or its folder; generated if not given")
     add_form_options(parser)
     parser.add_argument("--users", type=int, default=800, help="users of the generated log")
     parser.add_argument("--seed", type=seed_number, default=0, help="seed of the generated log")
     parser.add_argument("--out", type=Path, help="file for the metrics; none if not given")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.set_defaults(max_history=1, intervals=False, relative_time=0)
     options = parser.parse_args(arguments)
     check_at_least_1(parser, options, ("users", "threads"))
     torch.set_num_threads(options.threads)
     try:
-        results = measure(load_datasets(options))
+        results = measure(load_datasets(options), pick_device(options.device))
     except (ValueError, OSError) as error:
         sys.exit(f"baselines: {error}")
     trainer.print_table({"results": results}, COLUMNS)

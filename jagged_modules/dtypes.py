@@ -50,6 +50,7 @@ DTYPES = {
             "jagged_split",
             "jagged_first",
             "jagged_last",
+            "jagged_between",
             "jagged_select",
             "jagged_to_padded",
             "padded_to_jagged",

@@ -103,7 +103,9 @@ def _check_offset_values(
     name: str, offsets: Tensor, total: int | None, max_seqlen: int | None, longest: str
 ) -> None:
     if offsets[0] != 0:
-        raise ValueError(f"{name} must start at 0, got {int(offsets[0])}")
+        raise ValueError(
+            f"{name} must start at 0, got {int(offsets[0])}: they are a 0 and the sums of lengths"
+        )
     lengths = offsets.diff()
     if lengths.numel() and int(lengths.min()) < 0:
         segment = int(lengths.argmin())

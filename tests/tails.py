@@ -171,6 +171,13 @@ ON_TORCH = {
     ),
     "max": Tailed(lambda t, o: F.jagged_max(t["x"], o["x"]), ("x:x",), (None,)),
     "last": Tailed(lambda t, o: F.jagged_last(t["x"], o["x"], 3)[0][:1], ("x:x",), (None,)),
+    "between": Tailed(
+        lambda t, o: F.jagged_between(
+            t["x"], o["x"], times=torch.arange(len(t["x"]), device=o["x"].device), start=1
+        )[0][:1],
+        ("x:x",),
+        (None,),
+    ),
     "select": Tailed(
         lambda t, o: F.jagged_select(t["x"], o["x"], o["x"][:1].long().repeat(2), 2 * 40)[0][:1],
         ("x:x",),
@@ -269,6 +276,12 @@ LAYERS = {  # name → (head dim, options) → layer, layer → call, inputs, re
         lambda dim, **to: jm.HSTUStack(2 * dim, HEADS, 2, HSTU, **to),
         _on_rows,
         *ON_ROWS,
+    ),
+    "HSTUStack-score": (
+        lambda dim, **to: jm.HSTUStack(2 * dim, HEADS, 2, HSTU, **to),
+        lambda layer: lambda t, o: layer.score((t["z"], o["y"]), layer.cache((t["x"], o["x"])))[0],
+        ("x:x", "z:y"),
+        ("y",),
     ),
     "BlockDiagonalSelfAttention": (
         lambda dim, **to: jm.BlockDiagonalSelfAttention(2 * dim, HEADS, 16, max_seqlen=400, **to),

@@ -156,4 +156,12 @@ def test_a_record_notes_when_where_and_how(name):
         assert needed <= facts.keys() and run["protocol"]["text"]
     begun = {(run["op"], run["environment"]["date"]) for run in record["runs"]}
     assert {(row["op"], row["date"]) for row in record["rows"]} <= begun
-    assert {"date", "commit", "device", "command"} <= read(SCALING).keys()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples/results").iterdir()), ids=lambda path: path.stem
+)
+def test_results_of_examples_note_when_and_where(path):
+    record = read(path)
+    runs = [record.get("settings", record), *record.get("runs", [])]
+    assert {"date", "commit"} <= record.keys() and any("device" in run for run in runs)

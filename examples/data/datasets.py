@@ -84,6 +84,19 @@ def _amazon(category: str, year: int) -> Published:
     )
 
 
+def _sequences(file: str, checksum: str) -> Published:
+    """Users' items from oldest to newest, as published with ICLRec."""
+    return Published(
+        "https://github.com/salesforce/ICLRec/tree/main/data",
+        "not stated; cite He and McAuley 2016, and McAuley et al. 2015. Yelp: academic use",
+        (f"{file}.txt",),
+        "https://raw.githubusercontent.com/salesforce/ICLRec/"
+        f"4afb54a036ebbf4166ed5858122d89c0642251a7/data/{file}.txt",
+        f"sha256:{checksum}",
+        ready=True,
+    )
+
+
 DATASETS = {
     "ml-100k": _movielens(
         "ml-100k", "0e33842e24a9c977be4e0107933c0723", "u.data", "u.user", "u.item"
@@ -99,6 +112,18 @@ DATASETS = {
         f"amazon-2023-{category.split('_')[0].lower()}": _amazon(category, 2023)
         for category in ("Beauty_and_Personal_Care", "Books", "Toys_and_Games", "Video_Games")
     },
+    "iclrec-beauty": _sequences(
+        "Beauty", "226cce9c3105299ca0db9615d7d3fb32b3175e90da43100ae352599f0f0107b8"
+    ),
+    "iclrec-sports": _sequences(
+        "Sports_and_Outdoors", "2a095e0648872beb9982408958290f5d655db5be2911c3756b5446de9f0b8de2"
+    ),
+    "iclrec-toys": _sequences(
+        "Toys_and_Games", "176c680c688d497598c4a89a03b402c0fe78d795e5db335c2e78dd5f2d778a3f"
+    ),
+    "iclrec-yelp": _sequences(
+        "Yelp", "724b219106b81dd2349027da997334ddb6da9fe2f152ad6e0d97a93170f7caed"
+    ),
     "kuairand-pure": Published(
         "https://kuairand.com/",
         "CC BY-SA 4.0",

@@ -2,7 +2,7 @@
 
 | file | columns |
 |---|---|
-| text with a header | by names, `forms.ALIASES` or `Form.columns`; tabs, `::` or commas between |
+| text with a header | by names, `forms.ALIASES` or `Form.columns`; tabs, `::`, `,` or `;` between |
 | text without a header | user, item[, rating, time], as in MovieLens, or by places |
 | `*.inter` of RecBole | by names, `name:type` |
 | JSON objects, one a line | by names |
@@ -36,7 +36,8 @@ def read_log(path: str | Path, form: Form | None = None) -> EventLog:
     """Read a log. If it has ratings and times it is a RatingLog, with the side features beside it.
 
     Args:
-        path: a log, or a folder with exactly one of `LOG_NAMES` or with a log's Parquet files.
+        path: a log, or a folder with exactly one of `LOG_NAMES`, with a log's Parquet files, or
+            without these and with one `*.txt`.
         form: how it is written; the file decides if None.
 
     Raises:
@@ -81,7 +82,10 @@ def read_ratings(path: str | Path, form: Form | None = None) -> RatingLog:
     """Read a log as `read_log` does. Raises ValueError unless it has ratings and times."""
     log = read_log(path, form)
     if not isinstance(log, RatingLog):
-        raise ValueError(f"{path}: a ranking model needs a column of ratings and one of times")
+        raise ValueError(
+            f"{path}: a ranking model needs a column of ratings and one of times; train_hstu.py"
+            " needs neither"
+        )
     return log
 
 
@@ -93,8 +97,9 @@ def find_log(path: Path) -> Path:
     if not path.is_dir():
         raise FileNotFoundError(f"no file or folder {path}")
     found = sorted({file for name in LOG_NAMES for file in path.glob(name)})
+    found = found or sorted(path.glob("*.txt"))  # elsewhere beside a log: what it is
     if not found:
-        raise FileNotFoundError(f"no log in {path}; expected one of {', '.join(LOG_NAMES)}")
+        raise FileNotFoundError(f"no log in {path}; expected one of {', '.join(LOG_NAMES)}, *.txt")
     if all(file.suffix == ".parquet" for file in found):
         return path
     if len(found) > 1:

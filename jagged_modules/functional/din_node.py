@@ -94,7 +94,7 @@ def _statistics(tensors: DINTensors, call: DINCall, units: UnitParameters) -> li
         if means is not None and variances is not None:
             count, mean, variance = moment.unbind()
             unbiased = variance * (count / (count - 1).clamp(min=1))
-            weight = units.momentum * (count > 0)  # a batch without pairs changes nothing
+            weight = (count > 0).to(mean) * units.momentum  # 0 without pairs
             means[layer].add_(weight * (mean - means[layer]))
             variances[layer].add_(weight * (unbiased - variances[layer]))
         found.append(moment)

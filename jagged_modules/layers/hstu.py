@@ -365,15 +365,19 @@ class HSTULayer(Layer):
 
     def _project(self, name: str, x: Jagged) -> Rows:
         """The rows of x, which errors call `name`, and their projections."""
-        end = x.end(name)
-        values = entering(x.values, end)
-        return Rows(x, end, values, *self._uqkv(values))
+        end, values = x.end(name), x.values
+        by_kernels = takes_kernels(self, values)
+        if not by_kernels:
+            values = entering(values, end)
+        return Rows(x, end, values, *self._uqkv(values, end, by_kernels))
 
     @fixed_rows
-    def _uqkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _uqkv(
+        self, x: Tensor, end: Tensor | None, by_kernels: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u `[L, H · Dv]` before its SiLU, q and k `[L, H, D]`, v `[L, H, Dv]`."""
         qk_width, uv_width = self.num_heads * self.head_dim, self.num_heads * self.linear_dim
-        normed = norm_rows(self.input_norm, x) if takes_kernels(self, x) else self.input_norm(x)
+        normed = norm_rows(self.input_norm, x, end) if by_kernels else self.input_norm(x)
         (uvqk_proj,) = cast_linears(normed, self.uvqk_proj)
         packed: Any = uvqk_proj(normed)
         check_columns("uvqk_proj", packed, 2 * uv_width + 2 * qk_width)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jagged_kernels.attention.params import Arguments
+from jagged_kernels.common.device import zeroed_behind
 from jagged_kernels.rows.configs import MAX_WIDTH
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ from ..autocast import autocast_dtype
 from ..functional.nodes import apply, differentiable_once, is_last_backward, release
 from ..functional.tail import residual_sum
 from .norms import NORM_KINDS, NormOptions, norm_parameters
-from .one_node import bias_columns, cast, linear, linear_gradients, may_be_one_node
+from .one_node import bias_columns, cast, linear, linear_gradients, may_be_one_node, rounded_rows
 
 if TYPE_CHECKING:
     from .hstu import HSTULayer
@@ -122,10 +123,12 @@ def dropout_seed(layer: HSTULayer, x: Tensor) -> Tensor | None:
     return torch.randint(2**62, (), device=x.device)
 
 
-def norm_rows(norm: nn.Module, x: Tensor) -> Tensor:
-    """The norm of rows by one kernel, in the dtype that a GEMM takes them in."""
+def norm_rows(norm: nn.Module, x: Tensor, end: Tensor | None) -> Tensor:
+    """The norm of rows by one kernel, in the dtype that a GEMM takes them in. It reads nothing
+    behind the end."""
     weight, bias = norm_parameters(norm)
-    return stages().row_norm(x, weight, bias, autocast_dtype(x), *NormOptions.of(norm))[0]
+    of_norm = weight, bias, autocast_dtype(x), *NormOptions.of(norm)
+    return stages().row_norm(x, *of_norm, 0, end)[0]
 
 
 def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
@@ -170,7 +173,7 @@ class _HSTULayer(torch.autograd.Function):
         *parameters: Any,
     ) -> Tensor:
         update = linear(*_gated(ctx, x, seed, end, plan, of_attention, parameters), None)
-        return residual_sum(x, update, end)
+        return residual_sum(x, update[: x.shape[0]], end)
 
     @staticmethod
     @differentiable_once
@@ -187,7 +190,7 @@ class _HSTULayer(torch.autograd.Function):
         def norm_again() -> Tensor:
             columns = 0 if bias is None else bias_columns(plan.dtype)
             of_norm = norm_weight, norm_bias, plan.dtype, *plan.norm, columns, end, dout
-            return kernels.row_norm(x, *of_norm)[0]
+            return kernels.row_norm(x, *of_norm, a.shape[0])[0]
 
         if packed is None:
             normed = norm_again() if normed is None else normed
@@ -205,13 +208,15 @@ class _HSTULayer(torch.autograd.Function):
             da, [None, lse], grads, None, plan.columns(), q, k, v, segments, bias_tensors,
             *ctx.others,
         )  # fmt: skip
+        if end is None:
+            zeroed_behind(grads, x.shape[0])
         release(packed, a, *([] if gated is None else [gated]))
         del da
         if normed is None and needs[7]:
             normed = norm_again()
         wanted = [needs[0] or needs[5] or needs[6], *needs[7:9]]
         dnormed, dweight, dbias = linear_gradients(
-            grads, normed, weight, wanted, plan.dtype, dtypes[0], frees_x=True
+            grads, normed, weight, wanted, plan.dtype, dtypes[0], True, x.shape[0]
         )
         del grads
         dx = sums = None
@@ -255,11 +260,14 @@ def _gated(
     cast_weight, cast_projection, *biases = cast(dtype, weight, projection, *biases)
     cast_bias = biases[0] if biases else None
     of_norm = norm_weight, norm_bias, dtype, *plan.norm, bias_columns(dtype) if biases else 0
-    normed, *statistics = kernels.row_norm(x, *of_norm, end)
+    rows = rounded_rows(x, end, dtype)  # the backward copies dout if x has another dtype
+    normed, *statistics = kernels.row_norm(x, *of_norm, end, None, rows)
     packed = linear(normed, cast_weight, cast_bias)
     normed = kept("norm", normed)
     u, q, k, v = plan.split(packed)
     a, lse = kernels.attention(q, k, v, segments, [*tables, *bias_tensors], *others)
+    if end is None:  # otherwise the attention clears what is behind it
+        zeroed_behind(a, x.shape[0])
     a, (dropout, gate_norm) = a.flatten(1), plan.gate
     gated, *gate_statistics = kernels.gate(u, a, gate_weight, gate_bias, seed, dropout, *gate_norm)
     ctx.save_for_backward(

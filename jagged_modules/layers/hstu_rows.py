@@ -15,7 +15,8 @@ from ..functional.tail import leaving
 
 
 class Rows(NamedTuple):
-    """The rows of a call: their values, cleared behind `end`, and the projections of these."""
+    """The rows of a call: their values, and the projections of these, which are finite behind
+    `end`."""
 
     jagged: Jagged
     end: Tensor | None

@@ -10,6 +10,8 @@ from sequence_data import make_datasets
 from train_hstu import evaluate_popularity
 from training import MISSED, next_item_metrics
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(scope="module")
 def datasets():
@@ -35,7 +37,7 @@ def test_counts_are_of_the_users_that_chose_both(datasets):
             for first in set(items):
                 for second in set(items):
                     expected[first, second] += 1
-        assert torch.equal(baselines.counts(data, with_valid).float(), expected)
+        assert torch.equal(baselines.counts(data, with_valid, CPU).float(), expected)
 
 
 def test_ease_is_the_ridge_regression_of_each_item_by_the_others(datasets):
@@ -78,7 +80,8 @@ def test_metrics_are_those_of_scores_summed_over_each_users_items(datasets, deca
             unseen = [item for item in range(size) if item not in weight and item != target]
             rank = sum(bool(scores[item] >= scores[target]) for item in unseen)
             ranks.append(MISSED if target in weight else rank)
-        assert baselines.evaluate(data["test"], matrix, decay) == pytest.approx(
+        batches = baselines.batches_of(data["test"], CPU)
+        assert baselines.evaluate(batches, matrix, decay) == pytest.approx(
             next_item_metrics(torch.tensor(ranks)), rel=1e-12
         )
 
@@ -105,4 +108,4 @@ def test_bad_input_ends_with_one_line():
 def test_a_log_with_too_many_items_is_refused(datasets, monkeypatch):
     monkeypatch.setattr(baselines, "MOST_ITEMS", 59)
     with pytest.raises(ValueError, match="a log must have at most 59 items, not 60"):
-        baselines.measure(datasets)
+        baselines.measure(datasets, CPU)

@@ -88,6 +88,17 @@ def test_a_data_set_is_a_log(tmp_path, serve, name, make):
     assert kept == {name, "checksums.json"}
 
 
+def test_sequences(tmp_path, serve):
+    """Text beside a log of a known name is not read."""
+    serve("iclrec-toys", {"data/Toys_and_Games.txt": "1 20 10\n2 10\n", "data/Yelp.txt": "1 2\n"})
+    folder = fetch("iclrec-toys", tmp_path / "to")
+    log = read_log(folder)
+    assert log.user.tolist() == [0, 0, 1] and log.item.tolist() == [1, 0, 0]
+    assert not isinstance(log, RatingLog)
+    (folder / "u.data").write_text(RATINGS.replace("::", "\t"))
+    assert isinstance(read_log(folder), RatingLog)
+
+
 def test_a_file_that_is_no_archive(tmp_path, serve):
     path = serve("yelp", FILES["yelp"])
     path = path.with_name("a_review.json")

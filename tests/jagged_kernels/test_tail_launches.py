@@ -26,6 +26,7 @@ COSTS = {  # of a layer: launches of each kernel in the forward, and in the back
     "GDPABlock": [(2, 0), (1, 1)],
     "HSTULayer": [(2, 0), (1, 1)],
     "HSTUStack": [(4, 0), (2, 2)],  # of two layers
+    "HSTUStack-score": [(10, 0), (5, 5)],  # and the cache
     "BlockDiagonalSelfAttention": [(2, 1), (1, 1)],
 }
 

@@ -101,6 +101,9 @@ CALLS = {
     "jagged_max": lambda x: F.jagged_max(x(5, 4), x.offsets),
     "jagged_first": lambda x: F.jagged_first(x(5, 4), x.offsets)[0],
     "jagged_last": lambda x: F.jagged_last(x(5, 4), x.offsets)[0],
+    "jagged_between": lambda x: F.jagged_between(
+        x(5, 4), x.offsets, times=torch.arange(5, device=x.device), start=0
+    )[0],
     "jagged_select": lambda x: F.jagged_select(x(5, 4), x.offsets, x.offsets[:1], 2)[0],
     "jagged_to_padded": lambda x: F.jagged_to_padded(x(5, 4), x.offsets, 3),
     "padded_to_jagged": lambda x: F.padded_to_jagged(x(2, 3, 4), x.offsets, 5),

@@ -337,16 +337,19 @@ class PackedGradients(NamedTuple):
     columns: list[int]
 
     @classmethod
-    def empty(cls, operands: Sequence[Tensor], together: bool) -> PackedGradients:
+    def empty(
+        cls, operands: Sequence[Tensor], together: bool, rows: tuple[int, int] | None = None
+    ) -> PackedGradients:
         """Of q, k and v `[rows, heads, dim]`: `[q | k | v]` if they are parts of one projection,
-        else q, and `[k | v]`."""
+        else q, and `[k | v]`. rows: of these tensors, if they are more than the operands'."""
         q, k, _ = operands
+        rows = rows or (q.shape[0], k.shape[0])
         widths = [x.shape[1] * x.shape[2] for x in operands]
         if together:
-            out = q.new_empty(q.shape[0], sum(widths))
+            out = q.new_empty(rows[0], sum(widths))
             return cls(out, None, [0, widths[0], widths[0] + widths[1]])
-        of_queries = q.new_empty(q.shape[0], widths[0])
-        return cls(of_queries, k.new_empty(k.shape[0], sum(widths[1:])), [0, 0, widths[1]])
+        of_queries = q.new_empty(rows[0], widths[0])
+        return cls(of_queries, k.new_empty(rows[1], sum(widths[1:])), [0, 0, widths[1]])
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """Where dq, dk and dv are, as views in the shapes of q, k and v. A single row has the

@@ -114,6 +114,13 @@ def contiguous_last_dim(x: Tensor) -> Tensor:
     return x if x.stride()[-1] == 1 else x.contiguous()
 
 
+def zeroed_behind(x: Tensor, rows: int) -> Tensor:
+    """x `[n, ...]`, whose rows from this one on become 0, in place."""
+    if x.shape[0] > rows:
+        x[rows:].zero_()
+    return x
+
+
 def chunk_shift(
     num_rows: int,
     max_seqlen: int | None,

@@ -1,0 +1,104 @@
+"""Each metric of a model (as .0924) in README.md and docs/results.md is that of a record. In a
+table it is that of the row's model and the column's metric."""
+
+import json
+import re
+from math import sqrt
+from statistics import mean, stdev
+
+import pytest
+from readme import ROOT
+
+METRICS = ("hr@10", "ndcg@10", "hr@50", "ndcg@50", "mrr")
+PUBLISHED = {  # on Amazon Beauty, by arXiv:2508.06450 and what it cites
+    "published: SASRec with sampled softmax": [[0.0921], [0.0531]],
+    "published: [eSASRec](https://arxiv.org/abs/2508.06450)": [[0.0928], [0.0523]],
+    "published: HSTU": [[0.0788], [0.0439]],
+}
+OPTIONS = {  # of a row's runs, besides the settings of all of them
+    "SASRec": {"--model sasrec"},
+    "HSTU": set(),
+    "HSTU, `--relative-position`": {"--relative-position"},
+    "HSTU, `--relative-position --relative-time 128`": {
+        "--relative-position",
+        "--relative-time 128",
+    },
+}
+DECIMAL = r"(?<![\w.])\.\d+(?![\d×])"
+TABLES = {"Amazon Beauty": "Beauty", "MovieLens-100k": "MovieLens-100k"}
+
+
+def read(name: str) -> dict:
+    return json.loads((ROOT / "examples/results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def rows_of_record(data: str) -> dict[str, list[list[float]]]:
+    """Row → the mean and the standard deviation of each metric; of what has no seeds, its value."""
+    record = read("next-item")
+    measured = {"popularity": record["popularity"][data]} if data in record["popularity"] else {}
+    for name, run in record["baselines"].get(data, {}).items():
+        if name != "command":
+            decay = run["settings"]["decay"]
+            name = name.removesuffix(", decay")
+            measured[name if decay == 1 else f"{name}, decay {decay:g}".replace("0.", ".")] = run[
+                "test"
+            ]
+    rows = {name: [[test[x]] for x in METRICS] for name, test in measured.items()}
+    for run in record["runs"]:
+        options = {
+            option
+            for option in ("--model sasrec", "--relative-position", "--relative-time 128")
+            if option in run["command"]
+        }
+        seeds = [seed["test"] for seed in run["seeds"]]
+        if run["data"] == data and len(seeds) > 1 and options in OPTIONS.values():
+            name = next(name for name, each in OPTIONS.items() if each == options)
+            values = [[seed[x] for seed in seeds] for x in METRICS]
+            rows[name] = [[mean(x), stdev(x)] for x in values]
+    return rows
+
+
+def is_rounded(text: str, value: float) -> bool:
+    """Whether the value rounds to the text, as .0924, to its last digit."""
+    return abs(value - float(text)) <= 0.5001 * 10.0 ** (1 - len(text))
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_a_row_has_the_metrics_of_its_runs(title):
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    (table,) = re.findall(rf"^\| {title}: .*?(?=\n\n)", text, re.DOTALL | re.MULTILINE)
+    known = rows_of_record(TABLES[title]) | PUBLISHED
+    lines = table.splitlines()[2:]
+    assert len(lines) >= 5
+    for line in lines:
+        name, *cells = (cell.strip(" *") for cell in line.strip("| ").split(" | "))
+        for cell, values in zip(cells, known[name]):
+            for stated, value in zip(re.findall(DECIMAL, cell), values):
+                assert is_rounded(stated, value), (line, stated, value)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_metrics_of_the_text_are_those_of_a_record(page):
+    known = [
+        0.9,
+        0.7,
+        0.1,
+        0.2,
+        sqrt(0.2 * 0.8 / 943),
+    ]  # settings, and a standard error of 943 users
+    for rows in (*map(rows_of_record, (*TABLES.values(), "Sports")), PUBLISHED):
+        known += [value for metrics in rows.values() for values in metrics for value in values]
+    (ranking,) = (x for name, x in read("movielens-100k").items() if name.startswith("ranking:"))
+    for model in ("attention", "padded", "mean"):
+        areas = [seed["results"][model]["test"]["auc"] for seed in ranking.values()]
+        known += [mean(areas), max(areas) - min(areas)]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    stated = re.findall(DECIMAL, text)
+    assert len(stated) >= 4
+    assert [x for x in stated if not any(is_rounded(x, value) for value in known)] == []
+
+
+def test_a_wrong_metric_is_found():
+    assert is_rounded(".0545", 0.05448) and not is_rounded(".0545", 0.05456)
+    assert is_rounded(".056", 0.05601) and not is_rounded(".056", 0.0552)
+    assert re.findall(DECIMAL, "of .0545, .91×, 1.5 or 0.98") == [".0545"]
