@@ -233,7 +233,8 @@ def print_measured(lengths: Tensor, costs: Tensor, options: argparse.Namespace) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=__doc__.partition("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--samples", type=int, default=64 * 1024, help="number of samples")
     parser.add_argument(

@@ -148,7 +148,7 @@ def measure(datasets: Datasets, device: torch.device) -> dict[str, dict[str, Any
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+        description=__doc__.partition("\n\n")[0], formatter_class=HelpFormatter
     )
     parser.add_argument("--data", help="log, or its folder; generated if not given")
     add_form_options(parser)

@@ -128,7 +128,7 @@ CLAIMS = (  # what was published, and our figure that is closest to it
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+        description=__doc__.partition("\n\n")[0], formatter_class=HelpFormatter
     )
     parser.add_argument(
         "--data",

@@ -163,7 +163,7 @@ def measure_inference(options: argparse.Namespace) -> dict[str, float]:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+        description=__doc__.partition("\n\n")[0], formatter_class=HelpFormatter
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     for name, (on_gpu, on_cpu, text) in SIZES.items():

@@ -64,7 +64,7 @@ NOT_COMPARED = ("out", "baseline", "bandwidth", "timeout", "passes")
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+        description=__doc__.partition("\n\n")[0], formatter_class=HelpFormatter
     )
     parser.add_argument(
         "--model",

@@ -28,7 +28,7 @@ EVERYTHING = 2**62  # events
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+        description=__doc__.partition("\n\n")[0], formatter_class=HelpFormatter
     )
     parser.add_argument("--weights", type=Path, required=True, help="weights.pt of train_hstu.py")
     parser.add_argument("--data", help="path of its log; the one that it had if not given")

@@ -13,7 +13,7 @@ from training import HelpFormatter
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+        description=__doc__.partition("\n\n")[0], formatter_class=HelpFormatter
     )
     parser.add_argument("name", choices=DATASETS, help="the data set")
     parser.add_argument("--to", type=Path, default=Path("data"), help="folder for data sets")

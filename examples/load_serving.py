@@ -432,7 +432,7 @@ def print_batches(options: argparse.Namespace) -> None:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+        description=__doc__.partition("\n\n")[0], formatter_class=HelpFormatter
     )
     parser.add_argument("--weights", type=Path, help="weights.pt of a training run")
     add_ranker_options(parser)

@@ -2,6 +2,7 @@
 
 import argparse
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,9 +82,13 @@ def ranker_from_options(weights: Weights, options: argparse.Namespace) -> Ranker
 
 def options_of(program: Any, settings: dict[str, Any], data: str | None) -> argparse.Namespace:
     """The options of the training program that wrote the settings, with another path of the log if
-    `data` is given."""
+    `data` is given. FileNotFoundError if the training's is not there."""
     options = program.parse_arguments([])
     vars(options).update({name: value for name, value in settings.items() if name in vars(options)})
+    if data is None and options.data is not None and not Path(options.data).exists():
+        raise FileNotFoundError(
+            f"no file or folder {options.data}, where the training's log was: give --data"
+        )
     return argparse.Namespace(**{**vars(options), "data": data or options.data})
 
 

@@ -42,7 +42,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     defaults = dict(
         out=Path("runs/dlrm"), epochs=8, batch_size=64, num_heads=4, dropout=0.3, weight_decay=1.0
     )
-    parser = trainer.make_parser(__doc__.splitlines()[0], **defaults)
+    parser = trainer.make_parser(__doc__.partition("\n\n")[0], **defaults)
     parser.add_argument(
         "--model",
         dest="head",

@@ -58,7 +58,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         lr=2e-3,
         weight_decay=0.25,
     )
-    parser = trainer.make_parser(__doc__.splitlines()[0], **defaults)
+    parser = trainer.make_parser(__doc__.partition("\n\n")[0], **defaults)
     parser.add_argument(
         "--model", choices=ENCODERS, default="hstu", help="encoder of the sequences"
     )

@@ -96,8 +96,7 @@ if "JAGGED_KERNELS" in os.environ and importlib.util.find_spec("triton") is not 
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `transforms` at its first use: it needs sympy and torch.export, which take long to
-    import."""
+    """Imports `transforms` at its first use: sympy and torch.export take long to import."""
     if name == "transforms":
         return importlib.import_module(".transforms", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

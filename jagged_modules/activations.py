@@ -20,12 +20,9 @@ aten = torch.ops.aten
 
 def gelu_taylor(x: Tensor) -> Tensor:
     """GELU computed from multiplications and additions only: max(x, 0) plus an even polynomial in
-    |x| clamped to 3.06.
-
-    It is within 4e-3 of GELU for all x, and its derivative is within 2.2e-2 of GELU's. Outside
-    ±3.06 it is 0 or x up to rounding. The published Taylor polynomial (GDPA, equation 1) has the
-    same form without the clamp; its error at x = 3 is 4.0.
-    """
+    |x| clamped to 3.06. It is within 4e-3 of GELU for all x, and its derivative is within 2.2e-2 of
+    GELU's. Outside ±3.06 it is 0 or x up to rounding. The published Taylor polynomial (GDPA,
+    equation 1) has the same form without the clamp; its error at x = 3 is 4.0."""
     dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))
     a = x.abs().clamp(max=RANGE)
     t = a * a
@@ -47,8 +44,7 @@ def _gelu_taylor_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """A pointwise function of a score, and its backward: (gradient of the result, score) → gradient
-    of the score."""
+    """A function of a score, and its backward: (gradient of the result, score) → that of it."""
 
     function: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]

@@ -16,8 +16,7 @@ R = TypeVar("R")
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of x under the current autocast setting. As in scaled_dot_product_attention,
-    float64 does not change."""
+    """The dtype of x under autocast, which does not change float64, as in torch's attention."""
     device = x.device.type
     if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return x.dtype
@@ -41,12 +40,9 @@ def autocast_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
 def host_operator(
     name: str, fake: Callable[..., object], no_derivative: str | None = None
 ) -> Callable[[Callable[..., object]], CustomOpDef]:
-    """Decorator: register the body as an operator of host tensors, `in_own_dtypes`.
-
-    Args:
-        fake: same arguments, makes outputs of the right shape and dtype without looking at data.
-        no_derivative: what the error of the operator's backward says, if it must have none.
-    """
+    """Decorator: register the body as an operator of host tensors, `in_own_dtypes`. fake: same
+    arguments, makes outputs of the right shape and dtype without looking at data. no_derivative:
+    what the error of the operator's backward says, if it must have none."""
 
     def no_backward(*_: object) -> None:
         raise RuntimeError(no_derivative)

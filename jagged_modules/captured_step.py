@@ -24,12 +24,9 @@ _fork_rng: Callable[..., AbstractContextManager[None]] = torch.random.fork_rng  
 
 def _clear_workspaces() -> None:
     """Drop the workspaces that cuBLAS keeps for each stream. Captured GEMMs then allocate theirs
-    from the graphs' pool.
-
-    Otherwise they would share those of earlier captures on the stream, which torch frees with any
-    of the graphs (https://github.com/pytorch/pytorch/issues/193402). torch's own graph trees clear
-    them too, before and after a capture.
-    """
+    from the graphs' pool. Otherwise they would share those of earlier captures on the stream, which
+    torch frees with any of the graphs (https://github.com/pytorch/pytorch/issues/193402). torch's
+    own graph trees clear them too, before and after a capture."""
     torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore - torch has no public function for it
 
 
@@ -91,8 +88,7 @@ RUNNERS: dict[str, Any] = {"cuda": _CudaGraphs}
 
 
 class Step:
-    """A module's step for one bucket: buffers of the arguments and of the results' gradients, and
-    what runs on them."""
+    """A module's step for one bucket: buffers of arguments and gradients, and what runs on them."""
 
     def __init__(
         self,
@@ -129,8 +125,7 @@ class Step:
         self.pool = self._runner.pool
 
     def _forward(self) -> list[Tensor]:
-        """Run the module on the buffers. Parameters are aliases, so that the graphs contain no
-        hooks of theirs."""
+        """Run the module on the buffers, with aliases of parameters, which have no hooks."""
         device, (enabled, dtype) = self.buffers[0].device.type, self._autocast
         # not by the caller's hooks, such as checkpoint's
         kept_as_they_are = torch.autograd.graph.saved_tensors_hooks(_same, _same)
@@ -209,8 +204,7 @@ class Step:
     def results(
         self, arguments: Arguments, capacities: Mapping[int, int], call: Call | None
     ) -> Any:
-        """The module's result for arguments that `pad` has copied. call: gets the gradients, if
-        given."""
+        """The module's result for arguments that `pad` has copied. call: gets the gradients."""
         sizes = {capacity: size for size, capacity in capacities.items()}
         leaves = [leaf.tensor for leaf in arguments.leaves]
         if call is None:
@@ -237,12 +231,9 @@ class Step:
         self, sizes: Mapping[int, int], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Gradients of the leaves that want one, then of the parameters: new tensors, because
-        autograd keeps what it is given.
-
-        The graph computes those of all results. What only results without a gradient depend on gets
-        None, as without a graph: given zeros, an optimizer with momentum or weight decay would
-        change it.
-        """
+        autograd keeps what it is given. The graph computes those of all results. What only results
+        without a gradient depend on gets None, as without a graph: given zeros, an optimizer with
+        momentum or weight decay would change it."""
         for buffer, gradient in zip(self.gradients, gradients):
             if buffer is None:
                 continue
@@ -301,8 +292,7 @@ class _Constant(NamedTuple):
 
 
 class Call:
-    """A forward whose backward is to come. Only autograd's graph refers to it, so it goes when the
-    results do."""
+    """A forward whose backward is to come. Only autograd's graph refers to it."""
 
     differentiated = False
 

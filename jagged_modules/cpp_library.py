@@ -68,6 +68,26 @@ def export_for_cuda(
         return torch.export.export(model, args, strict=False, **options)
 
 
+def package(program: torch.export.ExportedProgram, path: str | Path, **options: Any) -> str:
+    """As `torch._inductor.aoti_compile_and_package`, of a package in which an operator's error
+    ends the call: those of torch 2.11 go on with what the operator left.
+
+    Args:
+        options: such as inductor_configs.
+    """
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    write, ignored = PythonWrapperCodegen.writeline, "aoti_torch_proxy_executor_call_function("
+
+    def checked(wrapper: PythonWrapperCodegen, line: Any) -> None:
+        if isinstance(line, str) and line.startswith(ignored):
+            line = f"AOTI_TORCH_ERROR_CODE_CHECK({line.removesuffix(';')});"
+        write(wrapper, line)
+
+    with mock.patch.object(PythonWrapperCodegen, "writeline", checked):
+        return torch._inductor.aoti_compile_and_package(program, package_path=str(path), **options)
+
+
 def main(argv: Iterable[str] | None = None) -> None:
     """The program."""
     parser = argparse.ArgumentParser(

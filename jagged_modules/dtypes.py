@@ -50,6 +50,7 @@ DTYPES = {
             "jagged_split",
             "jagged_first",
             "jagged_last",
+            "jagged_between",
             "jagged_select",
             "jagged_to_padded",
             "padded_to_jagged",
@@ -65,8 +66,7 @@ class WrongDtype(TypeError, ValueError):
 
 
 def uses_kernels(device: torch.device, implementation: str) -> bool:
-    """Whether a function that has kernels runs them, on this device and with this
-    implementation."""
+    """Whether a function with kernels runs them, on this device and with this implementation."""
     return implementation != "reference" and (implementation != "auto" or device.type == "cuda")
 
 

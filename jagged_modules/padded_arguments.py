@@ -353,11 +353,9 @@ _ALIGNMENT = 128  # of the parts of a packed buffer, in bytes: more than any ker
 
 
 class Buffers:
-    """The buffers of a bucket, one for each leaf, `tensors`.
-
-    The arguments on the host have parts of one buffer, and of a copy of it in page-locked memory.
-    They are padded there, and go to the device in one copy.
-    """
+    """The buffers of a bucket, one for each leaf, `tensors`. The arguments on the host have parts
+    of one buffer, and of a copy of it in page-locked memory. They are padded there, and go to the
+    device in one copy."""
 
     def __init__(
         self, leaves: Sequence[Leaf], capacities: Mapping[int, int], device: torch.device

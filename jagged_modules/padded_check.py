@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,8 @@ class PaddedComparison:
         size: largest absolute result of the padded model.
         error: between the padded model and the jagged one.
         of_padding: of the padded model, if its padding holds other numbers: it reads them.
-        of_width: if there is one more padded row: it divides by N, or takes statistics of all rows.
+        of_width: if there is one more padded row: it divides by N, takes statistics of all rows, or
+            counts positions from the left of padding on the left.
         of_side: if the padding is on the other side: it counts positions from the tensor's left, or
             takes the last of N rows.
     """
@@ -40,9 +42,15 @@ class PaddedComparison:
         Args:
             tolerance: the share of their size by which results change at least.
         """
+        if not math.isfinite(self.size):
+            return [
+                "real rows are NaN or infinite: under a causal mask, padding on the left sees no key;"
+                " let each row see itself"
+            ]
         found = dict(
             of_padding="it reads the numbers in its padding: no mask in attention or pooling",
-            of_width="it depends on the number of padded rows: a mean over N, statistics of rows",
+            of_width="it depends on the number of padded rows: a mean over N, statistics of rows,"
+            " positions behind the padding",
             of_side="it depends on the padding's side: positions from the left, the row at N - 1",
         )
         limit = tolerance * max(self.size, 1e-30)
@@ -51,6 +59,8 @@ class PaddedComparison:
     def __str__(self) -> str:
         lines = [f"largest difference {self.error:.3g} in results of up to {self.size:.3g}"]
         lines += [f"the padded model: {reason}" for reason in self.reasons()]
+        if len(lines) == 1 and self.error > 1e-5 * self.size:
+            lines.append("padding does not explain it: compare masks, positions and weights")
         return "\n".join(lines)
 
 
@@ -66,8 +76,8 @@ def compare_padded(
     models agree to about 1e-12.
 
     Args:
-        padded: takes x and which of its rows are real, bool `[B, N]`; returns `[B, N, ...]`, of
-            which real rows count, or `[B, ...]`.
+        padded: takes x, of N or N + 1 rows, and which are real, bool `[B, N]`; returns
+            `[B, N, ...]`, of which real rows count, or `[B, ...]`.
         jagged: takes the rows as a `Jagged`; returns any container of as many rows, or `[B, ...]`.
         x: `[B, N, ...]`, floating-point.
         lengths: `[B]` int32 or int64, the real rows of each segment.
@@ -77,7 +87,8 @@ def compare_padded(
         The comparison; print it.
 
     Raises:
-        TypeError, ValueError: as `Jagged.from_padded`; results of other shapes.
+        TypeError, ValueError: as `Jagged.from_padded`; results of other shapes, or that change from
+            run to run, as dropout's do.
 
     Example::
 
@@ -95,12 +106,14 @@ def compare_padded(
         real = real_places(lengths.to(x.device), width, side)
         return _results(padded(given, real), real)
 
+    def run_jagged() -> Tensor:
+        out = jagged(rows)
+        return out if isinstance(out, Tensor) else Jagged.wrap(out, name="jagged's result").values
+
     with torch.no_grad():
         width, (other,) = x.shape[1], set(SIDES) - {side}
-        expected = run(width, side, 0.0)
-        own = jagged(rows)
-        if not isinstance(own, Tensor):
-            own = Jagged.wrap(own, name="jagged's result").values
+        expected = _repeated("padded", lambda: run(width, side, 0.0))
+        own = _repeated("jagged", run_jagged)
         if own.shape != expected.shape:
             raise ValueError(
                 f"both models must give results of one shape, {list(expected.shape)} of real rows,"
@@ -116,6 +129,17 @@ def compare_padded(
             )
         ]
     return PaddedComparison(_largest(expected), *differences)
+
+
+def _repeated(name: str, run: Callable[[], Tensor]) -> Tensor:
+    """The results of a run. ValueError if those of another differ by more than rounding."""
+    first, second = run(), run()
+    if (change := _largest(second - first)) > 1e-2 * _largest(first):
+        raise ValueError(
+            f"{name} must give the same results twice, got a difference of {change:.3g}:"
+            " call its model's eval()"
+        )
+    return first
 
 
 def _results(out: Any, real: Tensor) -> Tensor:

@@ -217,8 +217,7 @@ def array_jagged_bmm_reference(
 def jagged2_softmax_reference(
     p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, dim: int = -1
 ) -> Tensor:
-    """softmax(p[b]) of matrices p[b] `[N_b, M_b]`, flattened. 0 where all elements are
-    -infinity."""
+    """softmax(p[b]) of matrices p[b] `[N_b, M_b]`, flattened. 0 where all elements are -inf."""
     matrices = _matrices(p, x_offsets, y_offsets, p_offsets)
     return torch.cat([_softmax(matrix, dim).flatten() for matrix in matrices])
 

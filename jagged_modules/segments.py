@@ -33,8 +33,7 @@ MAX_SCHEDULES = 16  # that a segmentation keeps
 
 
 def values_are_checkable(x: Tensor) -> bool:
-    """Whether x's values may be read: it is on the host, or `debug_checks` is on. Never while a
-    graph is being traced."""
+    """Whether x's values may be read: on the host, or under `debug_checks`, but in no trace."""
     if torch.compiler.is_compiling():
         return False
     device = x.device.type
@@ -46,8 +45,7 @@ def values_are_checkable(x: Tensor) -> bool:
 def check_integers(
     name: str, x: Any, dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
 ) -> None:
-    """TypeError unless x is a tensor of one of the dtypes, ValueError unless it is 1-D and
-    dense."""
+    """TypeError unless x is a tensor of these dtypes, ValueError unless it is 1-D and dense."""
     check_kind(name, x, Tensor, "a torch.Tensor")
     if x.dtype not in dtypes:
         raise WrongDtype(f"{name} must be {names(dtypes)}, got {x.dtype}")
@@ -57,11 +55,9 @@ def check_integers(
 
 
 def check_index_values(name: str, x: Tensor, size: int, largest: str) -> None:
-    """ValueError unless all values, if they may be read, are 0 to size - 1.
-
-    largest: how errors describe size - 1, which they put in place of its "{}". A text of a symbolic
-    size would add a guard to a graph.
-    """
+    """ValueError unless all values, if they may be read, are 0 to size - 1. largest: how errors
+    describe size - 1, which they put in place of its "{}". A text of a symbolic size would add a
+    guard to a graph."""
     if values_are_checkable(x) and x.numel():
         low, high = int(x.min()), int(x.max())
         if low < 0 or high >= size:
@@ -107,7 +103,9 @@ def _check_offset_values(
     name: str, offsets: Tensor, total: int | None, max_seqlen: int | None, longest: str
 ) -> None:
     if offsets[0] != 0:
-        raise ValueError(f"{name} must start at 0, got {int(offsets[0])}")
+        raise ValueError(
+            f"{name} must start at 0, got {int(offsets[0])}: they are a 0 and the sums of lengths"
+        )
     lengths = offsets.diff()
     if lengths.numel() and int(lengths.min()) < 0:
         segment = int(lengths.argmin())
@@ -125,8 +123,7 @@ def _check_offset_values(
 
 
 def check_device(name: str, x: Tensor, device: torch.device, owner: str) -> None:
-    """ValueError unless x is on `device` or on the host. owner: of the device, for the message,
-    such as "q's"."""
+    """ValueError unless x is on `device` or the host. owner: of the device, such as "q's"."""
     if x.device != device and x.device.type != "cpu":
         raise ValueError(f"{name} must be on {owner} device, {device}, or the host, got {x.device}")
 
@@ -174,11 +171,8 @@ class Segmentation:
 
     @property
     def id(self) -> bytes:
-        """Equal for all copies of this segmentation, in every process and thread.
-
-        Random: process ids are reused, and forked processes would continue a counter from the same
-        number.
-        """
+        """Equal for all copies of this segmentation, in every process and thread. Random: process
+        ids are reused, and forked processes would continue a counter from the same number."""
         known: bytes | None = vars(self).get("_id")
         return vars(self).setdefault("_id", os.urandom(16)) if known is None else known
 
@@ -201,8 +195,7 @@ class Segmentation:
             self.schedules.pop(oldest, None)
 
     def note_build(self, describe: Callable[[], str], by_prepare: bool) -> None:
-        """Record a schedule that `Jagged.prepare` builds. Warn if attention builds one although
-        others were prepared."""
+        """Record a schedule that `Jagged.prepare` builds. Warn if attention builds yet another."""
         if by_prepare:
             self.prepared[describe()] = None
         elif self.prepared:
@@ -243,8 +236,7 @@ class RowSegments(NamedTuple):
 
     @property
     def end(self) -> Tensor | None:
-        """The offsets, behind whose last one rows may have to be cleared. None if there are no such
-        rows."""
+        """The offsets, if rows behind the last one may have to be cleared, else None."""
         return self.offsets if self.has_tail else None
 
     @classmethod
@@ -256,8 +248,7 @@ class RowSegments(NamedTuple):
 
 
 class Queries:
-    """Base of the containers that can be the queries of an attention: `Jagged` and
-    `CandidateIndex`."""
+    """Base of containers that can be an attention's queries: `Jagged` and `CandidateIndex`."""
 
     offsets: Tensor
     _known: Segmentation  # of the offsets when they were last read
@@ -266,8 +257,7 @@ class Queries:
 
     @property
     def segmentation(self) -> Segmentation:
-        """What is known of the segments. A write to the offsets, also through a view, makes a new
-        one."""
+        """What is known of the segments. A write to the offsets, or to a view, makes a new one."""
         offsets, read = self.offsets, self._read
         if read is not None and read[0] is offsets and not torch.compiler.is_compiling():
             if read[1] == offsets._version:
@@ -315,10 +305,8 @@ def segmentation_of(
     offsets: Tensor, host_lengths: Tensor | None = None, known: Segmentation | None = None
 ) -> Segmentation:
     """The segmentation of this tensor object; a new one if the tensor was written to since the last
-    call.
-
-    known: that of a tensor of which no call or `remember` knows yet, for example an unpickled one.
-    """
+    call. known: that of a tensor of which no call or `remember` knows yet, for example an unpickled
+    one."""
     if not _is_tracked(offsets):
         return known or Segmentation(host_lengths)
     kept: _Kept | None = _segmentations.get(offsets)

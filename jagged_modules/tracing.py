@@ -13,7 +13,7 @@ import operator
 import sys
 from collections.abc import Callable, Generator
 from contextvars import ContextVar
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -41,11 +41,9 @@ def rehearsal() -> Generator[None, None, None]:
 
 
 def is_recording(device: torch.device) -> bool:
-    """Whether torch.compile or a CUDA graph records the calls on the device.
-
-    What was computed from tensors before is not up to date when the record is repeated, and what is
-    computed now has no values yet. So caches must neither be read nor written.
-    """
+    """Whether torch.compile or a CUDA graph records the calls on the device. What was computed from
+    tensors before is not up to date when the record is repeated, and what is computed now has no
+    values yet. So caches must neither be read nor written."""
     return (
         torch.compiler.is_compiling()
         or _rehearsing.get()
@@ -54,18 +52,14 @@ def is_recording(device: torch.device) -> bool:
 
 
 def is_exporting() -> bool:
-    """`torch.compiler.is_exporting()`, which torch.compile traces as True in torch 2.11 whether or
-    not it exports."""
+    """`torch.compiler.is_exporting()`, which torch.compile of torch 2.11 always traces as True."""
     return torch.compiler._is_exporting_flag  # pyright: ignore[reportPrivateUsage]
 
 
 def is_symbolic(x: float) -> bool:
     """Whether torch.compile records x as an expression, for example of sizes, whose value changes
-    from call to call.
-
-    An operator's floats are constants of the graph, so such a number would compile a graph for each
-    value.
-    """
+    from call to call. An operator's floats are constants of the graph, so such a number would
+    compile a graph for each value."""
     if not torch.compiler.is_compiling():
         return False
     from torch.fx.experimental import symbolic_shapes  # imports sympy
@@ -74,8 +68,7 @@ def is_symbolic(x: float) -> bool:
 
 
 def as_constant(x: float) -> float:
-    """A module's number as a constant of the graph. torch.compile takes floats of modules for
-    inputs of the graph."""
+    """A module's number as a constant: torch.compile takes floats of modules for inputs."""
     if not torch.compiler.is_compiling():
         return x
     from torch.fx.experimental import symbolic_shapes  # imports sympy
@@ -86,8 +79,7 @@ def as_constant(x: float) -> float:
 def recorded_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A new node of the graph that calls `function` if an argument is a `torch.fx.Proxy`, else
-    None."""
+    """A node of the graph that calls `function` if an argument is a `torch.fx.Proxy`, else None."""
     proxy = _first_proxy(args, kwargs)
     if proxy is None:
         return None
@@ -109,10 +101,8 @@ def one_call(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, 
 
 def one_module(forward: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
     """Decorator for a layer's forward: a call with a `torch.fx.Proxy` becomes a call of the layer,
-    unless the layer is the root. In a profile the call is a range `jagged_modules.<class>`.
-
-    The call may name a method to run instead of forward: see `through_call`.
-    """
+    unless the layer is the root. In a profile the call is a range `jagged_modules.<class>`. The
+    call may name a method to run instead of forward: see `through_call`."""
 
     @functools.wraps(forward)
     def call(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -164,8 +154,16 @@ def call_through(method: Any) -> dict[str, str] | None:
 
 def call_of(forward: F) -> Callable[[Any], F]:
     """Decorator that gives `__call__` the type of forward: nn.Module declares that calls return
-    Any. For type checkers only, because torch.fx replaces nn.Module's `__call__`."""
-    return lambda _: forward
+    Any. For type checkers only: the class gets no such method, because torch.fx replaces
+    nn.Module's."""
+    return lambda _: cast("F", _Removed())
+
+
+class _Removed:
+    """An attribute that its class removes when it is made."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        delattr(owner, name)
 
 
 def call_classmethod(cls: str, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -175,8 +173,7 @@ def call_classmethod(cls: str, name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _first_proxy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The first proxy among the arguments and their parts, None if there is none. A (values,
-    offsets) pair has parts."""
+    """The first proxy among the arguments and the parts of (values, offsets) pairs, or None."""
     for x in (*args, *kwargs.values()):
         parts: Any = x if type(x) in (tuple, list) else (x,)
         for part in parts:

@@ -19,8 +19,7 @@ MAX_HEAD_DIM = 256  # of attention
 
 
 def check_dense(name: str, x: Any, expected: str = "a torch.Tensor") -> None:
-    """TypeError unless x is a tensor, which the message calls `expected`. ValueError if it is
-    sparse or nested."""
+    """TypeError unless x is a tensor, called `expected`. ValueError if it is sparse or nested."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be {expected}, got {type(x).__name__}")
     if x.is_nested or x.layout != torch.strided:
@@ -138,9 +137,11 @@ def check_layer_tensor(name: str, x: Any, shape: str, projection: nn.Module) -> 
     check_layer_input(name, x, projection)
 
 
-def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:
+def check_layer_input(
+    name: str, x: Tensor, projection: nn.Module, function: str = "jagged_attention"
+) -> None:
     """ValueError unless x has the device and, after autocast, the dtype of the projection's weight.
-    Not checked if that is unknown."""
+    Not checked if that is unknown. `check_dtype` for the function that the layer calls."""
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor):  # a quantised module may have a method of this name, or none
         return
@@ -151,8 +152,8 @@ def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:
     if x.device != weight.device:
         raise ValueError(f"{name} must be on the layer's device, {weight.device}, got {x.device}")
     if x.dtype == weight.dtype and x.is_floating_point():  # fast path
-        return
-    if x.dtype not in FLOATS or autocast_dtype(x) != autocast_dtype(weight):
+        check_dtype(name, x, function)
+    elif x.dtype not in FLOATS or autocast_dtype(x) != autocast_dtype(weight):
         raise WrongDtype(f"{name} must have the layer's dtype, {weight.dtype}, got {x.dtype}")
 
 
@@ -168,8 +169,7 @@ def runs_transforms() -> bool:
 
 
 def refuse_transforms(what: str) -> None:
-    """RuntimeError inside a torch.func transform or forward-mode AD: their derivatives would be
-    silently zero."""
+    """RuntimeError in a torch.func transform or forward mode: derivatives would silently be 0."""
     if runs_transforms():
         raise RuntimeError(
             f"{what} not run under torch.func transforms (vmap, grad, jvp) or forward mode: use"

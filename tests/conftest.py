@@ -288,6 +288,11 @@ def pytest_addoption(parser):
         help="run the tests that need a GPU, as tests/gpu_suite.py says",
     )
     parser.addoption(
+        "--all-combinations",
+        action="store_true",
+        help="with --gpu-suite, run tests with all combinations of their parameters' values",
+    )
+    parser.addoption(
         "--each-kernel-once",
         action="store_true",
         help="of the tests in jagged_kernels/compile, run a sample that compiles each kernel",

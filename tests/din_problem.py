@@ -61,15 +61,14 @@ class Problem:
         named = dict(zip(self.tensors, values))
         q, k = named["q"], named["k"]
         v, (weights, biases, units) = named.get("v", k), self._lists(named)
-        candidates, kv_offsets = self.candidates.cpu(), self.kv_offsets.cpu()
-        order = candidates.argsort(stable=True)
-        users = torch.arange(len(kv_offsets))
-        q_offsets = torch.searchsorted(candidates[order].contiguous(), users)
+        order = self.candidates.argsort(stable=True)
+        users = torch.arange(len(self.kv_offsets), device=q.device)
+        q_offsets = torch.searchsorted(self.candidates[order].contiguous(), users)
         rows = q[order].reshape(-1, q.shape[-1])
         n_q = q.shape[1] if q.dim() == 3 else 1
         o = dict(normalize=None, features=tuple(FEATURES)) | self.options
         out = din_attention_reference(
-            rows, k, v, q_offsets * n_q, kv_offsets, weights, biases,
+            rows, k, v, q_offsets * n_q, self.kv_offsets, weights, biases,
             o["activation"], o["normalize"], o["features"], units,
         )  # fmt: skip
         return out.view(*q.shape[:-1], v.shape[1])[order.argsort()]

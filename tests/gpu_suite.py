@@ -2,9 +2,10 @@
 end.
 
 Compilation takes most of the time. So workers share Triton's disk cache, each kernel is compiled by
-one worker while others that need it wait, and tests that compile most run first. Tests marked
-`large_memory` run one at a time. A worker whose CUDA context is broken exits, so that xdist reports
-the test and starts another worker: every later test would fail in that context.
+one worker while others that need it wait, and tests that compile most run first. Of tests with many
+parameters, so many combinations run that each pair of values is in one; `--all-combinations` runs
+all. Tests marked `large_memory` run one at a time. A worker whose CUDA context is broken exits, so
+that xdist reports the test and starts another worker: every later test would fail in that context.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import sys
@@ -27,16 +29,20 @@ from pathlib import Path
 import pytest
 import torch
 
-# (part of a test's name, factor of its cost): tests that compile most, and the two longest, a soak
-# test and one that builds a package.
-COMPILE_COST = {"grows_on_a_gpu": 100.0, "package_for_cuda": 100.0}
+# (part of a test's name, factor of its cost): tests that compile most, and the longest: a soak
+# test, one that builds a package, whole layers in Inductor.
+COMPILE_COST = {"grows_on_a_gpu": 100.0, "package_for_cuda": 100.0, "compiled_to_cuda_graphs": 50.0}
 COMPILE_COST |= {
+    "both_bias": 4.0,
+    "tensors_of_their_own": 4.0,
     "hopper": 3.0,
+    "din_gpu": 3.0,
     "linear_compress": 2.0,
     "attention": 2.0,
     "float32": 1.5,
     "fp32": 1.5,
 }
+IMPLEMENTATIONS = ("kernels", "implementation")  # parameters: other values run other kernels
 SLOWEST = 30  # test functions that the report names
 # limit of what a worker's allocator keeps between tests: up to 32 workers share the GPU's memory
 RESERVED_BYTES = 2**30
@@ -115,10 +121,12 @@ class GpuWorker:
         )
         return None if any("mark.gpu" in file.read_text() for file in files) else True
 
-    @pytest.hookimpl(tryfirst=True)
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
         chosen = [item for item in items if item.get_closest_marker("gpu")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        if not config.getoption("--all-combinations"):
+            chosen = with_each_pair(chosen)
+        config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
         items[:] = in_order(chosen)
         expected = {cell for item in items for cell in getattr(item.module, "EXPECTED_CELLS", ())}
         if hasattr(config, "workeroutput"):
@@ -182,6 +190,32 @@ def rotate_gpus(worker: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
         gpus[(first + i) % len(gpus)] for i in range(len(gpus))
     )
+
+
+def with_each_pair(items: list) -> list:
+    """The items that give each test function every pair of two parameters' values that it has, with
+    each of IMPLEMENTATIONS. A combination of more values is left out if its pairs are in others."""
+    of_functions = defaultdict(dict)
+    for item in items:
+        of_functions[item.nodeid.partition("[")[0]][item] = _pairs(item)
+    chosen = set()
+    for pairs in of_functions.values():
+        missing = set().union(*pairs.values())
+        while missing:
+            item = max(pairs, key=lambda item: len(pairs[item] & missing))
+            missing -= pairs[item]
+            chosen.add(item)
+    return [item for item in items if item in chosen]
+
+
+def _pairs(item) -> set[tuple]:
+    """Pairs of parameters' values. An item with fewer than three parameters has one of its own."""
+    spec = getattr(item, "callspec", None)  # of a test with parameters
+    values = {name: repr(value) for name, value in spec.params.items()} if spec else {}
+    kernels = tuple(values.pop(x, None) for x in IMPLEMENTATIONS)
+    if len(values) < 3:
+        return {(item.nodeid,)}
+    return {(kernels, *pair) for pair in itertools.combinations(sorted(values.items()), 2)}
 
 
 def is_large(item) -> bool:

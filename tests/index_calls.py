@@ -125,6 +125,7 @@ FUNCTIONS = {  # name of the case → (function, lengths, options)
     "jagged_max": ("jagged_max", [KEYS], dict(columns=9)),
     "jagged_first": ("jagged_first", [KEYS], dict(columns=9, k="lengths")),
     "jagged_last": ("jagged_last", [KEYS], dict(columns=9, k="lengths")),
+    "jagged_between": ("jagged_between", [KEYS], dict(columns=9, start="each", end="each")),
     "jagged_select": ("jagged_select", [KEYS], dict(columns=9)),
     "jagged_to_padded": ("jagged_to_padded", [KEYS], dict(columns=9)),
     "padded_to_jagged": ("padded_to_jagged", [KEYS], dict(columns=9)),

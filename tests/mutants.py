@@ -246,7 +246,7 @@ def run_all_checked(root: Path, copies: list[Path], mutants: list[Mutant]) -> in
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--sample", type=int, help="run so many mutants, chosen by the seed")
     parser.add_argument("--seed", default="1", help="any text")
     parser.add_argument(

@@ -7,6 +7,7 @@ from jagged_kernels.attention.params import pack, unpack
 from torch import Tensor
 from torch.nn import functional as nnf
 
+from jagged_modules.containers.padding import padded_to
 from jagged_modules.cpu.attention import attention_cpu
 from jagged_modules.functional.attention_call import parsed_call
 from jagged_modules.layers.hstu_node import Stages
@@ -56,11 +57,12 @@ def cleared(x: Tensor, end: Tensor | None) -> Tensor:
     return x.masked_fill((torch.arange(len(x)) >= end[-1])[:, None], 0)
 
 
-def _row_norm(x, weight, bias, dtype, eps, groups, rms, columns=0, end=None, after=None):
+def _row_norm(x, weight, bias, dtype, eps, groups, rms, columns=0, end=None, after=None, rows=None):
     statistics = x.new_empty(x.shape[0], groups), x.new_empty(x.shape[0], groups)
     assert columns == 0  # for 16 bits alone
     y = normed(cleared(x, end), weight, bias, eps, groups, rms)
-    return cleared(y, end).to(dtype), *statistics
+    y = cleared(y, end).to(dtype)
+    return y if rows is None else padded_to(y, rows), *statistics
 
 
 def _row_norm_backward(dy, x, mean, rstd, weight, residual, eps, rms, end):
@@ -79,8 +81,8 @@ def _gate(u, a, weight, bias, seed, dropout, eps, groups, rms):
 def _gate_linear_backward(
     dout, given, operands, bias, projection, seed, dropout, eps, rms, outs, needs, end=None
 ):
-    dout = cleared(dout, end)
     u, a, _, rstd, weight = operands
+    dout = padded_to(cleared(dout, end), len(a))
     factors = kept(seed, dropout, a.new_empty(a.shape[0], 3 * a.shape[1]))
 
     def function(*inputs):

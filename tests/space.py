@@ -708,6 +708,12 @@ OPERATORS = {
             **_rows,
         ),
     ),
+    "jagged_between": Operator(
+        axes=COMMON | dict(columns=WIDTHS, start=("each", None, 5), end=("each", None, 15)),
+        data_axes=DATA,
+        indices=dict(offsets=INDICES, times=INDICES, start=INDICES, end=INDICES),
+        **_rows,
+    ),
     "jagged_select": Operator(
         axes=COMMON | dict(columns=WIDTHS),
         data_axes=DATA,

@@ -171,6 +171,13 @@ ON_TORCH = {
     ),
     "max": Tailed(lambda t, o: F.jagged_max(t["x"], o["x"]), ("x:x",), (None,)),
     "last": Tailed(lambda t, o: F.jagged_last(t["x"], o["x"], 3)[0][:1], ("x:x",), (None,)),
+    "between": Tailed(
+        lambda t, o: F.jagged_between(
+            t["x"], o["x"], times=torch.arange(len(t["x"]), device=o["x"].device), start=1
+        )[0][:1],
+        ("x:x",),
+        (None,),
+    ),
     "select": Tailed(
         lambda t, o: F.jagged_select(t["x"], o["x"], o["x"][:1].long().repeat(2), 2 * 40)[0][:1],
         ("x:x",),

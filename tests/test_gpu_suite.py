@@ -1,17 +1,19 @@
 """The plugin of `make test-gpu`, on tests that need no GPU."""
 
+import itertools
 import os
 import subprocess
 import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton")
 
-from .gpu_suite import in_order, matrix_lines, rotate_gpus
+from .gpu_suite import in_order, matrix_lines, rotate_gpus, with_each_pair
 
 CONFTEST = """
     import sys
@@ -23,7 +25,8 @@ CONFTEST = """
     torch.cuda.synchronize = lambda: None
 
     def pytest_addoption(parser):
-        parser.addoption("--gpu-suite", action="store_true")
+        for option in ("--gpu-suite", "--all-combinations"):
+            parser.addoption(option, action="store_true")
 
     def pytest_configure(config):
         for marker in ("gpu", "large_memory"):
@@ -158,6 +161,45 @@ def test_tests_that_compile_most_come_first_and_large_ones_apart():
     ordered = [item.nodeid for item in in_order([*items, Item("test_attention[hopper]")])]
     assert ordered[0] == "test_attention[hopper]" and len(ordered) == len(items) + 1
     assert abs(ordered.index("big_1") - ordered.index("big_2")) > 2
+
+
+class Item(SimpleNamespace):
+    __hash__, __eq__ = object.__hash__, object.__eq__
+
+
+def combinations(name, **values):
+    """The items of a test function with all combinations of its parameters' values."""
+    return [
+        Item(
+            nodeid=f"{name}[{'-'.join(map(str, x))}]",
+            callspec=SimpleNamespace(params=dict(zip(values, x))),
+        )
+        for x in itertools.product(*values.values())
+    ]
+
+
+def pairs_of(items):
+    return {
+        pair for x in items for pair in itertools.combinations(sorted(x.callspec.params.items()), 2)
+    }
+
+
+def test_each_pair_of_values_runs():
+    many = combinations("test_many", dim=[8, 64, 128], dtype=["a", "b", "c"], form=[1, 2], mask=[0])
+    chosen = with_each_pair(many)
+    assert len(chosen) == 9 and pairs_of(chosen) == pairs_of(many)
+    of_kernels = combinations("test_kernels", dim=[8, 64], x=[1, 2], y=[1, 2], kernels=["a", "b"])
+    chosen = with_each_pair(of_kernels)
+    assert len(chosen) < len(of_kernels)
+    for kernels in "ab":  # each of them by itself
+        all_of_them, found = (
+            pairs_of(x for x in items if x.callspec.params["kernels"] == kernels)
+            for items in (of_kernels, chosen)
+        )
+        assert found == all_of_them
+    few = combinations("test_few", dim=[8, 64], dtype=["a", "b"], kernels=["a", "b"])
+    plain = [Item(nodeid="test_plain"), Item(nodeid="test_another")]
+    assert with_each_pair(few + plain) == few + plain
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import jagged_modules as jm
-from jagged_modules.cpp_library import export_for_cuda
+from jagged_modules.cpp_library import export_for_cuda, package
 
 ITEMS, WIDTH, HEADS = 1000, 32, 2
 
@@ -60,7 +60,7 @@ def export(path: str, kernels: str | None = None) -> None:
         else:
             batch = tuple(x.cuda() for x in batch)
             program = export_for_cuda(model.cuda(), batch, kernels, dynamic_shapes=shapes)
-        torch._inductor.aoti_compile_and_package(program, package_path=path)
+        package(program, path)
 
 
 if __name__ == "__main__":

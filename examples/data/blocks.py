@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from .forms import Form, find_columns
 
-SEPARATORS = ("\t", "::", ",")  # that a first line is searched for
+SEPARATORS = ("\t", "::", ",", ";")  # that a first line is searched for
 BLOCK = 1 << 11  # rows; Python's garbage collector takes long to pass over many more lists
 SEQUENCES = "expected ids separated by spaces: a user's id, then item ids from oldest to newest"
 
@@ -133,7 +133,9 @@ def _sequences(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Block]:
         if found := [separator for separator in SEPARATORS if separator in line]:
             raise ValueError(f"{where} an id must have no separator of columns, not {found[0]!r}")
         if not own:
-            raise ValueError(f"{where} user {user} has no items")
+            raise ValueError(
+                f"{where} user {user} has no items. If a line has columns, give --separator"
+            )
         if user in line_of:
             raise ValueError(
                 f"{where} expected one line per user; user {user} has line {line_of[user]} too."

@@ -2,7 +2,7 @@
 
 | file | columns |
 |---|---|
-| text with a header | by names, `forms.ALIASES` or `Form.columns`; tabs, `::` or commas between |
+| text with a header | by names, `forms.ALIASES` or `Form.columns`; tabs, `::`, `,` or `;` between |
 | text without a header | user, item[, rating, time], as in MovieLens, or by places |
 | `*.inter` of RecBole | by names, `name:type` |
 | JSON objects, one a line | by names |
@@ -82,7 +82,10 @@ def read_ratings(path: str | Path, form: Form | None = None) -> RatingLog:
     """Read a log as `read_log` does. Raises ValueError unless it has ratings and times."""
     log = read_log(path, form)
     if not isinstance(log, RatingLog):
-        raise ValueError(f"{path}: a ranking model needs a column of ratings and one of times")
+        raise ValueError(
+            f"{path}: a ranking model needs a column of ratings and one of times; train_hstu.py"
+            " needs neither"
+        )
     return log
 
 

@@ -65,4 +65,4 @@ class SASRec(Head):
     def newest(self, events: jm.Jagged) -> torch.Tensor:
         """The states of B users, [B, E]."""
         states = self.encoder(events)
-        return F.jagged_sum(*F.jagged_last(states.values, states.offsets))
+        return F.jagged_sum(F.jagged_last(states))

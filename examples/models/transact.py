@@ -67,5 +67,5 @@ class TransAct(Head):
         fused = torch.cat([rows.values, per_candidate(targets, rows.offsets, rows.num_rows)], dim=1)
         encoded = self.encoder(rows.with_values(fused))
         newest = encoded.to_padded(self.num_newest, side="left", truncate="newest")
-        pooled = self.pool_proj(F.jagged_max(encoded.values, encoded.offsets))
+        pooled = self.pool_proj(F.jagged_max(encoded))
         return torch.cat([newest.flatten(1), pooled], dim=1)

@@ -100,7 +100,7 @@ class Wukong(Head):
 
     def mean(self, history: jm.Jagged) -> torch.Tensor:
         """[B, E]"""
-        return F.jagged_mean(history.values, history.offsets)
+        return F.jagged_mean(history)
 
     def combine(
         self, items: torch.Tensor, users: torch.Tensor, candidates: CandidateIndex

@@ -264,7 +264,7 @@ class CandidateIndex(Queries):
 
         def find() -> Tensor:
             self.check(num_candidates, None, queries="num_candidates is")
-            _, users = rows_and_segments(self.offsets.contiguous(), num_candidates)
+            _, users = rows_and_segments(self.query_offsets(1), num_candidates)
             return users if self.inverse is None else users[self.inverse]
 
         return self._derive(("users", num_candidates), find)
@@ -310,36 +310,35 @@ class CandidateIndex(Queries):
         return x.index_select(0, self.inverse)
 
     def query_offsets(self, rows_per_candidate: int) -> Tensor:
-        """`[num_users + 1]` offsets of the query rows, `rows_per_candidate` for each candidate,
-        grouped by user.
+        """`[num_users + 1]` contiguous offsets of the query rows, `rows_per_candidate` for each
+        candidate, grouped by user.
 
         Raises:
             TypeError, ValueError: rows_per_candidate is not a non-negative integer.
         """
         check_size("rows_per_candidate", rows_per_candidate, at_least=0)
-        if rows_per_candidate == 1:
+        if rows_per_candidate == 1 and self.offsets.is_contiguous():
             return self.offsets
+        # contiguous: the product of a strided tensor has no gaps
         return self._derive(
             ("query_offsets", rows_per_candidate), lambda: self.offsets * rows_per_candidate
         )
 
     def query_segments(self, rows_per_candidate: int) -> RowSegments:
-        """Each user's candidates are one query segment, with rows_per_candidate rows for each of
-        them."""
+        """Each user's candidates are a query segment, of rows_per_candidate rows for each."""
         host_lengths = None if self.host_counts is None else self.host_counts * rows_per_candidate
         num_rows = None if self.order is None else self.order.shape[0] * rows_per_candidate
         return RowSegments(self.query_offsets(rows_per_candidate), host_lengths, num_rows)
 
-    def parsed(self, num_candidates: int, rows_per_candidate: int = 1) -> RowSegments:
+    def parsed_queries(self, num_candidates: int, rows_per_candidate: int = 1) -> RowSegments:
         """The segments of the query rows, rows_per_candidate for each of num_candidates, as
         operators take them. The index is on the rows' device, and `check` has passed."""
         offsets = self.query_offsets(rows_per_candidate)
         has_tail = may_have_tail(
             "candidates", self.offsets, num_candidates, offsets.device, self.known_segmentation()
         )
-        return RowSegments(
-            offsets.contiguous(), num_rows=num_candidates * rows_per_candidate, has_tail=has_tail
-        )
+        num_rows = num_candidates * rows_per_candidate
+        return RowSegments(offsets, num_rows=num_rows, has_tail=has_tail)
 
     def matched(self, queries: Tensor, num_users: int | None, name: str = "q") -> CandidateIndex:
         """The index on the queries' device, after `check`.
@@ -385,8 +384,7 @@ class CandidateIndex(Queries):
         return self._map(Tensor.pin_memory)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """`Tensor.record_stream(stream)` of the tensors on a device. TorchRec's pipelines call
-        it."""
+        """`Tensor.record_stream` of the tensors on a device. TorchRec's pipelines call it."""
         record_stream(stream, self.offsets, self.order, self.inverse, *self._derived[1].values())
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> CandidateIndex:
@@ -427,8 +425,7 @@ class CandidateIndex(Queries):
 
 
 def _groups_in_one_kernel(candidate_to_user: Tensor) -> bool:
-    """Whether one kernel groups the candidates in less time than a sort: it compares each candidate
-    with all others."""
+    """Whether one kernel, which compares all candidates, groups them faster than a sort."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage]
         return False
     if type(candidate_to_user) is not Tensor or transforms_are_active():

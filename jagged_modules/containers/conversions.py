@@ -39,14 +39,12 @@ def values_and_offsets(name: str, x: Any) -> tuple[Any, Any]:
 
 
 def longest_segment(x: Any) -> int | None:
-    """The rows of the longest segment, if the container knows them: a nested tensor may, as its
-    max_seqlen."""
+    """The rows of the longest segment, if known: a nested tensor may have a max_seqlen."""
     return x._maybe_max_seqlen if _is_nested(x) else None
 
 
 def rebuild(x: Any, values: Tensor, offsets: Tensor) -> Any:
-    """The kind of container that x is, with other values in the same segments. offsets: those of
-    x."""
+    """x's kind of container, with other values in the same segments. offsets: those of x."""
     if isinstance(x, tuple):
         return values, offsets
     if isinstance(x, list):
@@ -76,8 +74,7 @@ def rebuild(x: Any, values: Tensor, offsets: Tensor) -> Any:
 
 
 def check_lengths(name: str, x: Any, offsets: Tensor) -> None:
-    """ValueError if x is a TorchRec container whose lengths contradict its offsets: TorchRec reads
-    one or the other."""
+    """ValueError if a TorchRec container's lengths contradict its offsets: it reads either."""
     lengths = x.lengths_or_none() if _is_torchrec(x) else None
     if lengths is None or not (values_are_checkable(lengths) and values_are_checkable(offsets)):
         return
@@ -90,8 +87,7 @@ def check_lengths(name: str, x: Any, offsets: Tensor) -> None:
 
 
 def wait_for(x: Any) -> Any:
-    """The result of a TorchRec LazyAwaitable, which sharded collections return; any other x
-    unchanged."""
+    """The result of a TorchRec LazyAwaitable, which sharded collections return; else x."""
     torchrec: Any = sys.modules.get("torchrec.distributed.types")
     if torchrec is None or not isinstance(x, torchrec.LazyAwaitable):
         return x

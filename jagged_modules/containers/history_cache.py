@@ -187,8 +187,7 @@ def _sum(x: Any, y: Any) -> Any:
 
 
 def _host_lengths(x: Jagged) -> Tensor:
-    """int64 `[B]`, the lengths of the segments on the host. Waits for the device if only it knows
-    them."""
+    """int64 `[B]`, segment lengths on the host. Waits for the device if only it knows them."""
     if x.host_lengths is None:
         return _on_host("cache's offsets", x.offsets.diff())
     return x.host_lengths.long()

@@ -413,9 +413,8 @@ class Jagged(Queries):
         return kept_schedule(self, queries, rows_per_candidate, sizes, mask, by_prepare=False)
 
     def query_segments(self, rows_per_candidate: int) -> RowSegments:
-        """The segments as those of queries. For schedules; rows_per_candidate is for the index of
-        candidates."""
-        return RowSegments(self.offsets, self.host_lengths, self.num_rows)
+        """The segments as queries, for schedules. rows_per_candidate is for other containers."""
+        return self.parsed("queries")._replace(host_lengths=self.host_lengths)
 
 
 def _check_parts(prefix: str, values: Any, offsets: Any, max_seqlen: int | None) -> None:
@@ -464,21 +463,22 @@ def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> No
         )
 
 
-def wrap_rows(name: str, x: Any, width: int, projection: nn.Module) -> Jagged:
-    """A layer's input as a Jagged: TypeError or ValueError unless its values are `[L, width]` and
-    of the projection's dtype and device."""
+def wrap_rows(
+    name: str, x: Any, width: int, projection: nn.Module, function: str = "jagged_attention"
+) -> Jagged:
+    """A layer's input as a Jagged: TypeError or ValueError unless its values are `[L, width]`, of
+    the projection's dtype and device, and of a dtype that the function takes."""
     jagged = x if isinstance(x, Jagged) else Jagged.wrap(x, name=name)
     values = f"{possessive(name)} values"
     if jagged.values.dim() != 2 or jagged.values.shape[1] != width:
         raise ValueError(f"{values} must have shape [L, {width}], got {list(jagged.values.shape)}")
-    check_layer_input(values, jagged.values, projection)
+    check_layer_input(values, jagged.values, projection, function)
     return jagged
 
 
 def check_same_segments(name: str, x: Jagged, other_name: str, other: Jagged) -> None:
     """ValueError unless both have as many segments and, if both are KeyedJaggedTensors, as many
-    keys. The same keys must come in the same order.
-    """
+    keys. The same keys must come in the same order."""
     if x.num_segments != other.num_segments:
         raise ValueError(
             f"{name} and {other_name} must have the same number of segments, got {x.num_segments}"

@@ -11,12 +11,9 @@ from torch.nn.functional import pad
 
 def block_offsets(offsets: Tensor, block_size: int, total: int) -> Tensor:
     """Offsets `[total // block_size + B + 1]` that cut each segment into blocks of block_size rows,
-    counted from the segment's start.
-
-    Each block becomes a segment. Some new segments are empty: their number follows from total and
-    B, so no length is read. The blocks of segment b begin at new segment offsets[b] // block_size +
-    b.
-    """
+    counted from the segment's start. Each block becomes a segment. Some new segments are empty:
+    their number follows from total and B, so no length is read. The blocks of segment b begin at
+    new segment offsets[b] // block_size + b."""
     firsts = offsets // block_size + torch.arange(
         offsets.shape[0], dtype=offsets.dtype, device=offsets.device
     )
@@ -49,12 +46,7 @@ def positions_in_segments(offsets: Tensor, total: int) -> Tensor:
 
 def rows_of_ranges(begins: Tensor, lengths: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows begins[b] to begins[b] + lengths[b] of each b, one range after another, and the offsets
-    `[B + 1]` of the ranges.
-
-    Args:
-        begins, lengths: int64 `[B]` on the host.
-        device: of the results.
-    """
+    `[B + 1]` of the ranges. begins, lengths: int64 `[B]` on the host. device: of the results."""
     offsets = pad(lengths.cumsum(0), (1, 0))
     total = int(offsets[-1])
     begins, offsets = (x.to(device, non_blocking=True) for x in (begins, offsets))

@@ -30,12 +30,8 @@ def padded(
     side: str = "right",
     truncate: str | None = None,
 ) -> Tensor:
-    """values `[L, ...]` as `[B, N, ...]`, N = max_seqlen. Arguments are checked.
-
-    Args:
-        side: of the padding.
-        truncate: the rows that a segment longer than N keeps, its first ones if None.
-    """
+    """values `[L, ...]` as `[B, N, ...]`, N = max_seqlen. Arguments are checked. side: of the
+    padding. truncate: the rows that a segment longer than N keeps, its first ones if None."""
     segments = offsets.shape[0] - 1
     segment, place = segments_and_positions(offsets, values.shape[0])
     if truncate == "newest" or side == "left":
@@ -79,7 +75,7 @@ def real_rows(
     rows = x.flatten(0, 1)
     if host_lengths is None:  # rows behind the last segment are this row of 0
         rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
-    values = rows.index_select(0, _indices(mask.to(x.device, non_blocking=True), total))
+    values = rows.index_select(0, indices_of_true(mask.to(x.device, non_blocking=True), total))
     offsets = pad(lengths.to(x.device, non_blocking=True).cumsum(0), (1, 0))
     longest = width if host_lengths is None else max(to_ints(host_lengths), default=0)
     return values, offsets, longest, host_lengths
@@ -94,12 +90,15 @@ def real_places(lengths: Tensor, width: int, side: str) -> Tensor:
 def _checked(name: str, x: Any, shape: tuple[int, ...], letters: str, of: Tensor) -> Tensor:
     check_kind(name, x, Tensor, "a torch.Tensor")
     if x.shape != shape:
-        raise ValueError(f"{name} must have shape {letters} = {list(shape)}, got {list(x.shape)}")
+        hint = "; a mask is given as mask=" if x.shape == of.shape[:2] else ""
+        raise ValueError(
+            f"{name} must have shape {letters} = {list(shape)}, got {list(x.shape)}{hint}"
+        )
     check_device(name, x, of.device, "x's")
     return x
 
 
-def _indices(mask: Tensor, total: int) -> Tensor:
+def indices_of_true(mask: Tensor, total: int) -> Tensor:
     """int64 `[total]`: the indices of the first `total` True elements of mask `[B, N]`, flat.
     Behind the last of them: mask.numel()."""
     mask, count = mask.flatten(), mask.numel()

@@ -72,11 +72,9 @@ class PagedRows(Jagged):
 
 
 class Room(NamedTuple):
-    """Reserved rows for the events that follow those of `PagedRows`.
-
-    rows: int64 `[N]` of the storage, in the order of the events. grown: the rows and the events
-    after them. storage, scales: those of the rows with a spare row behind them, which no page has.
-    """
+    """Reserved rows for the events that follow those of `PagedRows`. rows: int64 `[N]` of the
+    storage, in the order of the events. grown: the rows and the events after them. storage, scales:
+    those of the rows with a spare row behind them, which no page has."""
 
     rows: Tensor
     grown: PagedRows
@@ -84,8 +82,7 @@ class Room(NamedTuple):
     scales: Tensor | None = None
 
     def write(self, events: Tensor) -> PagedRows:
-        """Write the events `[N, ...]`. Returns all rows. ValueError if the events have another
-        dtype."""
+        """Write the events `[N, ...]`. Returns all rows. ValueError if the dtype is another."""
         if events.dtype != self.grown.dtype:
             raise ValueError(
                 "the layer's keys and values must keep the dtype of the first put,"

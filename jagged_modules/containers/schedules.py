@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 
 class Sizes(NamedTuple):
-    """The sizes and options of an attention that its schedule depends on. Of the dtype, only its
-    size counts."""
+    """What of an attention its schedule depends on. Of the dtype, only its size counts."""
 
     num_heads: int
     num_kv_heads: int

@@ -64,8 +64,7 @@ def attention_cpu(call: AttentionCall) -> Tensor:
 
 
 def cpu_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Arguments]:
-    """`attention_cpu` inside a layer's autograd node: out, lse, and the arguments for
-    `cpu_packed_backward`."""
+    """`attention_cpu` in a layer's autograd node: out, lse, `cpu_packed_backward`'s arguments."""
     arguments = pack(call)
     return *_OPERATOR(*arguments), arguments
 
@@ -118,10 +117,8 @@ def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
 
 def _backward(do: Tensor, results: list[Tensor | None], *arguments: Any) -> tuple[Tensor, ...]:
     """The body of the backward's operator. results: of the forward; only softmax reads them.
-
     Returns gradients of q, k, v and the tables of the bias, each in its operand's shape and dtype;
-    `[0]` for a table that gets none.
-    """
+    `[0]` for a table that gets none."""
     call = unpack(*arguments)[0]
     with one_thread() as threads:
         dq, dk, dv, *dtables = _gradients(do, results, call, threads)
@@ -184,8 +181,7 @@ def _gradients(
     )
 
     def compute(groups: list[Group]) -> tuple[Tensor | None, TableGradients]:
-        """Store or add the gradients of the groups' rows. Returns those of operands that all groups
-        share."""
+        """Store or add the gradients of the groups' rows. Returns those of shared operands."""
         shared_dq = torch.zeros_like(queries) if q_shared else None
         dtables = TableGradients.of(ordered.params)
         for group in groups:
@@ -301,8 +297,7 @@ def _cost(q: Tensor, v: Tensor) -> Callable[[Group], int]:
 def _compute_operands(activation: str, *tensors: Tensor) -> Iterator[Tensor]:
     """The tensors in fp32 or fp64, and for softmax as torch's fused attention needs them: equal
     head dims, which zeros fill up, a last stride of 1, and rows that start at multiples of
-    ALIGNMENT.
-    """
+    ALIGNMENT."""
     width = max(x.shape[-1] for x in tensors)
     if any(x.shape[1] * width * compute_dtype(x).itemsize % ALIGNMENT for x in tensors):
         width = -(-width // 16) * 16  # 64 bytes of fp32
@@ -324,8 +319,7 @@ def _result_like(like: Tensor, x: Tensor) -> Tensor:
 
 
 def _scaled(x: Tensor, q_offsets: Tensor, params: AttentionParams) -> Tensor:
-    """Rows of the output, or of its gradient, times segment_scale of their segment and
-    output_scale."""
+    """Rows of the output, or of its gradient, times their segment_scale and output_scale."""
     if params.segment_scale is not None:
         factors = torch.repeat_interleave(params.segment_scale.to(x.dtype), q_offsets.diff())
         # 0 behind the last segment

@@ -24,11 +24,9 @@ class _Entries(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockBias:
-    """The bias of segments of equal lengths.
-
-    params: with the tables. first: position of the first query row. t `[segments, keys]`:
-    timestamps of the keys. u `[segments, rows]`: of the queries; None: the default.
-    """
+    """The bias of segments of equal lengths. params: with the tables. first: position of the first
+    query row. t `[segments, keys]`: timestamps of the keys. u `[segments, rows]`: of the queries;
+    None: the default."""
 
     params: AttentionParams
     first: int
@@ -118,8 +116,7 @@ class _Pairs(NamedTuple):
 
 @dataclasses.dataclass
 class TableGradients:
-    """Sums of dS over all scores that use an entry, in fp64. None: the table is missing or gets no
-    gradient."""
+    """Sums of dS over all scores of an entry, in fp64. None: no such table, or no gradient."""
 
     position: Tensor | None
     time: Tensor | None

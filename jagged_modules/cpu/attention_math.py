@@ -41,11 +41,8 @@ def softmax_forward(
     finite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of the scores `[segments, heads, rows]`, by torch's fused
-    attention. A row that sees no key gets 0.
-
-    q, k and v must have the same head dim and a last stride of 1. finite: whether
-    `dot_products_are_finite` is known to hold.
-    """
+    attention. A row that sees no key gets 0. q, k and v must have the same head dim and a last
+    stride of 1. finite: whether `dot_products_are_finite` is known to hold."""
     options = mask, num_targets, scale
     if finite:
         return _fused_forward(q, k, v, *options)
@@ -73,11 +70,8 @@ def softmax_forward(
 
 def _undefined_rows(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
     """Rows whose softmax is NaN, `[segments, heads, rows]`: a score is NaN or infinity, or no score
-    is above -infinity.
-
-    torch's fused attention returns out = 0 and lse = 0 for a row without a score above -infinity,
-    as if it saw no key.
-    """
+    is above -infinity. torch's fused attention returns out = 0 and lse = 0 for a row without a
+    score above -infinity, as if it saw no key."""
     undefined = ~lse.isfinite()
     unseen = (lse == 0).flatten(1).any(1)
     if bool(unseen.any()):
@@ -98,8 +92,7 @@ def softmax_backward(
     scale: float,
     finite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. out, lse: the results of `softmax_forward`. finite: as there, for
-    do, q, k and v."""
+    """Gradients of q, k and v. out, lse: of `softmax_forward`. finite: as there, and of do."""
     options = mask, num_targets, scale
     if mask is None or finite or dot_products_are_finite(scale, do, q, k, v):
         return _fused_backward(do, q, k, v, out, lse, *options)
@@ -290,17 +283,14 @@ def _ds(dp: Tensor, scores: Tensor, p: Tensor, hidden: Tensor | None, activation
 
 
 def _are_finite(*operands: Tensor) -> bool:
-    """False if an element is not finite, or if a norm overflows. The norm needs no temporary
-    tensor."""
+    """False if an element is not finite or a norm overflows. It needs no temporary tensor."""
     return all(math.isfinite(torch.linalg.vector_norm(x)) for x in operands)
 
 
 def dot_products_are_finite(scale: float, *operands: Tensor) -> bool:
-    """False if an element, or a dot product of rows of two operands, may not be finite.
-
-    torch's fused attention adds -inf to hidden scores and multiplies hidden rows by 0, which gives
-    NaN for such values.
-    """
+    """False if an element, or a dot product of rows of two operands, may not be finite. torch's
+    fused attention adds -inf to hidden scores and multiplies hidden rows by 0, which gives NaN for
+    such values."""
     bound = math.prod(1 + float(torch.linalg.vector_norm(x)) for x in operands)
     return bound * (1 + abs(scale)) < torch.finfo(operands[0].dtype).max
 
@@ -320,8 +310,7 @@ def _unsafe_rows(x: Tensor, other: Tensor | None = None, scale: float = 1.0) -> 
 def _affected(
     q: Tensor, k: Tensor, bad_q: Tensor, bad_kv: Tensor, mask: AttentionMask, num_targets: int
 ) -> tuple[Tensor, Tensor]:
-    """Booleans `[segments, heads, rows]`: queries that are bad or see a bad key, and keys that such
-    a query sees."""
+    """`[segments, heads, rows]`: queries that are bad or see a bad key, and keys that these see."""
     group = q.shape[1] // k.shape[1]
     rows_affected, keys = bad_q.clone(), bad_kv.repeat_interleave(group, 1).to(q.dtype)
     keys_affected = torch.zeros_like(keys, dtype=torch.bool)
@@ -338,11 +327,8 @@ def _clear(x: Tensor, rows: Tensor) -> Tensor:
 
 def _visible_matmul(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
     """p `[some, M, N]` @ x `[some, N, D]` without the hidden pairs `[M, N]`: p is 0 there, but 0 ·
-    NaN and 0 · inf are NaN.
-
-    The finite elements of x are multiplied. Then visible elements that are not finite set the
-    result to +inf, -inf or NaN.
-    """
+    NaN and 0 · inf are NaN. The finite elements of x are multiplied. Then visible elements that are
+    not finite set the result to +inf, -inf or NaN."""
     not_finite = ~x.isfinite()
     terms = (~hidden).to(x.dtype) @ not_finite.to(x.dtype)
     signs = p.sign() @ x.sign().masked_fill(~x.isinf(), 0.0)
@@ -351,8 +337,7 @@ def _visible_matmul(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _row_blocks(q: Tensor, k: Tensor, at_a_time: int) -> Iterator[slice]:
-    """Slices of the query rows: at most `at_a_time` rows, and fewer if they have more than
-    MOST_SCORES scores."""
+    """Slices of the query rows: at most `at_a_time`, and fewer if MOST_SCORES demands it."""
     num_queries = q.shape[2]
     at_a_time = max(1, min(at_a_time, MOST_SCORES * k.shape[1] // (q.shape[1] * k.shape[2])))
     for start in range(0, num_queries, at_a_time):
@@ -398,8 +383,7 @@ def _pieces(
 def _parts_of_blocks(
     q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int
 ) -> Iterator[Piece]:
-    """The blocks, each for some of the (segment, key head) pairs at a time: those pairs, then the
-    fields of a block."""
+    """The blocks for some (segment, key head) pairs at a time: the pairs, then a block's fields."""
     segments, kv_heads = k.shape[:2]
     for rows, columns, hidden in (
         _unmasked_blocks(q, k) if mask is None else _blocks(q, k, mask, num_targets)

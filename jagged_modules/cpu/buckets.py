@@ -17,11 +17,8 @@ GATHERED = 2048
 
 class Rows(NamedTuple):
     """Rows of segments of equal length: a slice if the segments are adjacent, otherwise row
-    indices.
-
-    copied: `take` returns a contiguous copy. Otherwise the order of sums in a GEMM could depend on
-    alignment and strides.
-    """
+    indices. copied: `take` returns a contiguous copy. Otherwise the order of sums in a GEMM could
+    depend on alignment and strides."""
 
     rows: slice | Tensor
     length: int
@@ -41,8 +38,7 @@ class Rows(NamedTuple):
         return cls(rows, length, copied)
 
     def take(self, x: Tensor) -> Tensor:
-        """The rows of x `[rows, ...]` as `[segments, length, ...]`. A view if they are a slice and
-        not copied."""
+        """Rows of x as `[segments, length, ...]`. A view if they are a slice and not copied."""
         x = x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
         x = x.clone(memory_format=torch.contiguous_format) if self.copied else x
         return x.view(x.shape[0] // self.length, self.length, *x.shape[1:])
@@ -58,10 +54,8 @@ class Rows(NamedTuple):
 
 def groups(*offsets: Tensor, batch_invariant: bool = False) -> Iterator[tuple[Rows, ...]]:
     """Groups of segments whose lengths are equal in each of the offsets `[B + 1]`. A group is one
-    `Rows` per offsets.
-
-    Segments with a length of 0 are left out. batch_invariant: one segment per group.
-    """
+    `Rows` per offsets. Segments with a length of 0 are left out. batch_invariant: one segment per
+    group."""
     starts = defaultdict(list)
     bounds = [x.tolist() for x in offsets]
     for firsts, ends in zip(zip(*bounds), zip(*(x[1:] for x in bounds))):

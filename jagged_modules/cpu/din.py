@@ -82,8 +82,7 @@ class Chunk(NamedTuple):
 
 
 class Single(NamedTuple):
-    """Adjacent segments of one candidate each, of any lengths. Its pairs are its events. Methods as
-    in Chunk."""
+    """Adjacent segments of one candidate each; pairs are events. Methods as in Chunk."""
 
     q_rows: slice
     kv_rows: slice

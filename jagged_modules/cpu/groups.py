@@ -45,8 +45,7 @@ class Group(NamedTuple):
     first: int
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`[segments, heads, rows, dim]` blocks of q, k and v; shared queries repeat without a
-        copy."""
+        """`[segments, heads, rows, dim]` of q, k and v; shared queries repeat without a copy."""
         keys, values = (take(x, self.kv_rows) for x in (k, v))
         queries = take(q, self.q_rows)
         return (
@@ -73,10 +72,8 @@ class Group(NamedTuple):
 
 def groups_of(num_heads: int, ordered: Ordered) -> Iterator[Group]:
     """Groups of segments that have queries and keys, in the order of the query groups.
-
     batch_invariant: a group is one segment or, of a query group without a mask, one query row: a
-    candidate's result must not depend on the user's other candidates.
-    """
+    candidate's result must not depend on the user's other candidates."""
     segments, params, starts_of_queries, _, _ = ordered
     mask = (
         None if params.mask is None else AttentionMask.from_params(params.mask, params.num_targets)
@@ -114,17 +111,9 @@ def groups_of(num_heads: int, ordered: Ordered) -> Iterator[Group]:
             q_rows = Rows.of((0,), num_queries) if q_shared else rows
             scores = num_heads * num_queries * num_keys * len(q_starts)
             yield Group(
-                rows,
-                q_rows,
-                kv_rows,
-                (mask if query_group == 0 else None, t),
-                query_group,
-                query_group == 0 and not by_rows,
-                shift,
-                scores,
-                firsts,
-                places[0],
-            )
+                rows, q_rows, kv_rows, (mask if query_group == 0 else None, t), query_group,
+                query_group == 0 and not by_rows, shift, scores, firsts, places[0],
+            )  # fmt: skip
 
 
 def take(x: Tensor, rows: Rows) -> Tensor:

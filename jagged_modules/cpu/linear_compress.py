@@ -19,10 +19,8 @@ def linear_compress_cpu(
     indices: Sequence[Tensor],
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Σ_l (W_l @ E_l)[index_l]. See `functional.linear_compress` for shapes.
-
-    batch_invariant: the matrices of a level are multiplied one by one.
-    """
+    """Σ_l (W_l @ E_l)[index_l]. See `functional.linear_compress` for shapes. batch_invariant: the
+    matrices of a level are multiplied one by one."""
     matmul: Callable[[Tensor, Tensor], Tensor] = (
         batched_matmul_cpu if batch_invariant else _SharedWeightMatmul.apply
     )

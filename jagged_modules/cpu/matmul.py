@@ -81,8 +81,7 @@ def softmax_cpu(
     columns: bool,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Softmax of each row of p[b], or of each column if `columns`: `[total]`. 0 where all scores
-    are -infinity."""
+    """Softmax of each row, or column if `columns`, of p[b]: `[total]`. 0 where all are -inf."""
     out, dim = p.new_zeros(p.shape), 1 if columns else 2
 
     def compute(x_rows: Rows, y_rows: Rows, scores: Rows) -> None:

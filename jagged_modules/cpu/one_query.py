@@ -91,8 +91,7 @@ def backward(
     scale: float,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Write the chunk's rows of dq, dk and dv. do, results, operands: as in `forward`, of all
-    chunks."""
+    """Write the chunk's rows of dq, dk, dv. do, results, operands: of all chunks, as `forward`."""
     dq, (dk, dv) = gradients[0][chunk.rows], (x[chunk.keys] for x in gradients[1:])
     q, k, v = operands[0][chunk.rows], *(x[chunk.keys] for x in operands[1:])
     do, out, lse = (x[chunk.rows] for x in (do, *results))
@@ -143,8 +142,7 @@ def segment_softmax(s: Tensor, offsets: Tensor, segment: Tensor) -> tuple[Tensor
 
 
 def bags(x: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Sums of the rows of each segment of x `[rows, width]`, times weights `[rows]`; 0 without a
-    row."""
+    """Sums of each segment's rows of x `[rows, width]`, times weights `[rows]`; 0 without a row."""
     rows = torch.arange(x.shape[0], device="cpu")
     return embedding_bag(rows, x, offsets[:-1], mode="sum", per_sample_weights=weights)
 

@@ -34,12 +34,9 @@ def in_shares(
     divisible: bool = True,
 ) -> list[Result]:
     """Results of compute(items), called within `one_thread`, for up to `threads` shares of about
-    equal cost. They depend on nothing else.
-
-    compute: may run in another thread. Items of a share keep their order.
-    threads: the number outside of `one_thread`.
-    divisible: whether the operators of a large item are few. Then torch's threads compute it.
-    """
+    equal cost. They depend on nothing else. compute: may run in another thread. Items of a share
+    keep their order. threads: the number outside of `one_thread`. divisible: whether the operators
+    of a large item are few. Then torch's threads compute it."""
     results, small = [], list(items)
     if divisible and threads > 1 and (large := [item for item in items if cost(item) >= LARGE]):
         small = [item for item in items if cost(item) < LARGE]
@@ -55,8 +52,7 @@ def in_shares(
 
 
 def _shares(items: list[Item], costs: list[int], threads: int) -> list[list[Item]]:
-    """Each item, the most expensive first, goes to the share with the least cost. Small costs are
-    one share."""
+    """Each item, most expensive first, goes to the cheapest share. Small costs are one share."""
     number = max(1, min(threads, len(items), sum(costs) // SHARE))
     shares: list[list[int]] = [[] for _ in range(number)]
     loads = [0] * number

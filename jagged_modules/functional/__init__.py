@@ -17,7 +17,14 @@ from .matmul import (
     jagged_jagged_bmm,
     jagged_jagged_bmm_jagged_out,
 )
-from .reductions import jagged_first, jagged_last, jagged_max, jagged_mean, jagged_sum
+from .reductions import (
+    jagged_between,
+    jagged_first,
+    jagged_last,
+    jagged_max,
+    jagged_mean,
+    jagged_sum,
+)
 from .rows import (
     jagged_concat,
     jagged_dense_add,
@@ -40,6 +47,7 @@ __all__ = [
     "din_attention",
     "jagged2_softmax",
     "jagged_attention",
+    "jagged_between",
     "jagged_concat",
     "jagged_dense_add",
     "jagged_dense_bmm",

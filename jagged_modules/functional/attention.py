@@ -8,6 +8,7 @@ import torch
 from jagged_kernels.attention.pages import Pages
 from jagged_kernels.attention.params import Arguments, AttentionCall, PackedGradients
 from jagged_kernels.attention.select import AttentionProblem
+from jagged_kernels.common.device import zeroed_behind
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 
@@ -179,9 +180,16 @@ def attention_backward(
 
 
 def packed_gradients(
-    do: Tensor, results: list[Tensor | None], together: bool, *arguments: Any
+    do: Tensor,
+    results: list[Tensor | None],
+    together: bool,
+    *arguments: Any,
+    rows: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the projections in a layer's node, each in one tensor. Keys are not shared.
+
+    Args:
+        rows: of the two results, if there are more than those of q and of k, behind which are 0.
 
     Returns:
         With `together`, where the first rows of queries are those of the keys:
@@ -189,7 +197,13 @@ def packed_gradients(
         Without: `[rows, H · D]` of q, in fp32 on a GPU if all segments share q, and
         `[keys, 2 Hkv · D]` of `[k | v]`.
     """
-    q, outs = arguments[0], PackedGradients.empty(arguments[:3], together)
+    (q, k), outs = arguments[:2], PackedGradients.empty(arguments[:3], together, rows)
+    of_queries, of_keys = outs[:2]
+    if rows is not None:
+        zeroed_behind(of_queries, q.shape[0])
+        if of_keys is not None:
+            zeroed_behind(of_keys, k.shape[0])
+        outs = outs._replace(of_queries=of_queries[: q.shape[0]])
     if do.is_cuda:
         from jagged_kernels.attention import op
 
@@ -200,10 +214,10 @@ def packed_gradients(
         op.attention_packed_backward(do, results, outs, *arguments)
         if q_shared:
             parts = torch.unflatten(outs.of_queries, 0, (do.shape[0] // len(q), len(q)))
-            outs = outs._replace(of_queries=parts.sum(0))
+            of_queries = parts.sum(0)
     else:
         cpu_packed_backward(do, results, *outs, *arguments)
-    return outs.of_queries, outs.of_queries if outs.of_keys is None else outs.of_keys
+    return of_queries, of_queries if of_keys is None else of_keys
 
 
 def attention_arguments(
@@ -214,12 +228,8 @@ def attention_arguments(
     options: AttentionOptions,
 ) -> Arguments:
     """The arguments of attention's operators for the self-attention of rows that a caller computes
-    later: all but q, k and v, in whose place are tensors of their shapes.
-
-    Args:
-        like: `[]`, of the dtype and device of q, k and v.
-        q_shape: of q and of k. v_shape: of v.
-    """
+    later: all but q, k and v, in whose place are tensors of their shapes. like: `[]`, of the dtype
+    and device of q, k and v. q_shape: of q and of k. v_shape: of v."""
     from jagged_kernels.attention.op import operator_arguments
 
     q, v = like.expand(q_shape), like.expand(v_shape)
@@ -238,8 +248,7 @@ def _by_kernels_or_cpu(call: AttentionCall) -> Tensor:
 
 
 def _is_for_the_cpu(x: Tensor, implementation: str) -> bool:
-    """Whether the CPU path computes, not the kernels: also for meta tensors, whose results have
-    shapes alone."""
+    """Whether the CPU path computes, also of meta tensors, whose results have shapes alone."""
     return implementation == "auto" and not x.is_cuda
 
 
@@ -268,8 +277,7 @@ def _by_definition(parsed: ParsedAttention) -> Tensor:
 
 
 def _with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
-    """The call with a schedule, which the device makes if there is none. trains: for a backward
-    too."""
+    """The call with a schedule; without one, the device makes it. trains: for a backward too."""
     if call.schedule:
         return call
     q, k, v, segments, p, _ = call

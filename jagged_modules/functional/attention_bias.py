@@ -64,8 +64,7 @@ def check_bias(
 
 
 def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -> AttentionParams:
-    """params with the bias, its tables as `[H or 1, entries]` in fp32, or in fp64 with fp64
-    operands."""
+    """params with the bias, its tables `[H or 1, entries]` in fp32; in fp64 with fp64 operands."""
     dtype = torch.promote_types(dtype, torch.float32)
     position, time = (
         None if x is None else _by_head(x.to(dtype).contiguous())

@@ -128,7 +128,7 @@ def din_attention(
     index = CandidateIndex.wrap(candidates, kv_offsets.shape[0] - 1)
     index = index.matched(q, kv_offsets.shape[0] - 1)
     rows = q.shape[1] if many else 1
-    queries = index.parsed(q.shape[0], rows)
+    queries = index.parsed_queries(q.shape[0], rows)
     grouped = index.grouped(q).reshape(-1, q.shape[-1])
     if implementation == "reference":
         out = din_attention_reference(grouped, k, v, queries.offsets, keys.offsets, *mlp)
@@ -176,14 +176,10 @@ def attend_by_mlp(
         )),
     )  # fmt: skip
     call = DINCall(
-        queries.offsets,
-        keys.offsets,
-        mlp.activation,
-        mlp.normalize == "softmax",
-        len(mlp.weights) - 1,
-        kernels,
+        queries.offsets, keys.offsets, mlp.activation, mlp.normalize == "softmax",
+        len(mlp.weights) - 1, kernels,
         mlp.activation == "dice" and units is not None and units.uses_batch,
-    )
+    )  # fmt: skip
     return weighted_events(tensors, call, units)
 
 

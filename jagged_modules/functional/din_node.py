@@ -79,8 +79,7 @@ def weighted_events(tensors: DINTensors, call: DINCall, units: UnitParameters | 
 
 
 def _statistics(tensors: DINTensors, call: DINCall, units: UnitParameters) -> list[Tensor]:
-    """Number of pairs, mean and variance `[3, H]` of each hidden layer; 0 pairs where they are the
-    running ones."""
+    """Pairs, mean and variance `[3, H]` of each hidden layer; 0 pairs for the running ones."""
     found: list[Tensor] = []
     moments = operators(call.kernels).moments
     means, variances = units.running_means, units.running_vars
@@ -95,7 +94,7 @@ def _statistics(tensors: DINTensors, call: DINCall, units: UnitParameters) -> li
         if means is not None and variances is not None:
             count, mean, variance = moment.unbind()
             unbiased = variance * (count / (count - 1).clamp(min=1))
-            weight = units.momentum * (count > 0)  # a batch without pairs changes nothing
+            weight = (count > 0).to(mean) * units.momentum  # 0 without pairs
             means[layer].add_(weight * (mean - means[layer]))
             variances[layer].add_(weight * (unbiased - variances[layer]))
         found.append(moment)

@@ -12,8 +12,7 @@ from ..validation import transforms_are_active
 
 
 def joined_rows(x: Tensor, y: Tensor) -> Tensor:
-    """The rows of x `[N, ...]` followed by those of y `[M, ...]`. A view if y follows x in memory,
-    otherwise a copy."""
+    """The rows of x `[N, ...]`, then those of y. A view if y follows x in memory, else a copy."""
     if torch.compiler.is_compiling() or transforms_are_active() or not _adjoin(x, y):
         return torch.cat([x, y])
     return _JoinedRows.apply(x, y)  # type: ignore[no-untyped-call]  # unannotated in torch
@@ -32,8 +31,7 @@ def _adjoin(x: Tensor, y: Tensor) -> bool:
 
 
 class _JoinedRows(torch.autograd.Function):
-    """A view over x and y. Needed because the gradient of torch's x.as_strided flows to x only, not
-    to y."""
+    """A view over x and y. The gradient of torch's x.as_strided flows to x only, not to y."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:

@@ -135,8 +135,7 @@ def _compress(
     implementation: str,
     batch_invariant: bool,
 ) -> Tensor:
-    """All implementations but "reference". orders, offsets: as `CandidateIndex` has them, None for
-    a map."""
+    """All implementations but "reference". orders, offsets: of a `CandidateIndex`; None: a map."""
     refuse_transforms("linear_compress does")
     if not uses_kernels(embeddings[-1].device, implementation):
         return linear_compress_cpu(*_autocast(weights, embeddings), maps, batch_invariant)
@@ -188,11 +187,8 @@ def _check_linear_compress(
     implementation: str,
     names: LevelNames,
 ) -> None:
-    """Raise unless all arguments match.
-
-    Errors about a weight call it names.weights[level]. Errors that compare another argument with it
-    call it names.owners[level].
-    """
+    """Raise unless all arguments match. Errors about a weight call it names.weights[level]. Errors
+    that compare another argument with it call it names.owners[level]."""
     first = names.weights[0]
     if not len(weights) == len(embeddings) == len(indices) + 1:
         sizes = f"{len(weights)} weights, {len(embeddings)} embeddings and {len(indices)} indices"

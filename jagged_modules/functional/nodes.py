@@ -13,11 +13,9 @@ from ..autocast import autocast_dtype
 
 
 def apply(node: Any, *inputs: Any) -> Any:
-    """The results of a node, an autograd.Function.
-
-    Where no backward can follow, its forward runs alone and saves nothing: under torch.no_grad(),
-    `needs_input_grad` may still be true, and what was saved lives until the forward returns.
-    """
+    """The results of a node, an autograd.Function. Where no backward can follow, its forward runs
+    alone and saves nothing: under torch.no_grad(), `needs_input_grad` may still be true, and what
+    was saved lives until the forward returns."""
     if torch.is_grad_enabled():
         for x in inputs:
             if isinstance(x, Tensor) and x.requires_grad:
@@ -40,10 +38,8 @@ class _NoBackward:
 
 def release(*tensors: Tensor) -> None:
     """Free the memory of tensors that a node has made, in its forward or its backward, and reads no
-    more. Autograd would free what the forward saved when the backward ends.
-
-    Not if the graph is kept for another backward.
-    """
+    more. Autograd would free what the forward saved when the backward ends. Not if the graph is
+    kept for another backward."""
     if is_last_backward():
         for x in tensors:
             x.untyped_storage().resize_(0)

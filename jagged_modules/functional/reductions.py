@@ -1,25 +1,34 @@
-"""Reductions of segments: one row for each, or the first or last rows of each.
+"""Reductions of segments: one row for each, or the first or last rows of each, or those of some
+time. x is a tensor with offsets, or any container without them.
 
 They do not loop over segments and do not synchronise with a device.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..autocast import autocast_dtype
-from ..containers.offsets import segments_and_positions
-from ..containers.padding import padded_to
-from ..scalars import check_size
+from ..containers.jagged import Jagged
+from ..containers.offsets import rows_and_segments, segments_and_positions
+from ..containers.padding import indices_of_true, padded_to
+from ..scalars import check_kind, check_size
 from ..segments import check_device, check_integers, checked_offsets, values_are_checkable
+from ..validation import check_dense
 from .matmul import jagged_jagged_bmm
 from .rows import check_rows, rows_or_zeros
 
 
 def jagged_sum(
-    x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto"
+    x: Any,
+    offsets: Tensor | None = None,
+    *,
+    max_seqlen: int | None = None,
+    implementation: str = "auto",
 ) -> Tensor:
     """The sum of each segment's rows; 0 for an empty segment.
 
@@ -27,7 +36,7 @@ def jagged_sum(
     Gradients of any order.
 
     Args:
-        x: `[L, ...]`, dtypes as in `jagged_dense_bmm`.
+        x: `[L, ...]`, dtypes as in `jagged_dense_bmm`; or any container of them, without offsets.
         offsets: `[B + 1]` int32 or int64, on x's device or the host.
         max_seqlen, implementation: as in `jagged_dense_bmm`.
 
@@ -37,6 +46,7 @@ def jagged_sum(
     Raises:
         TypeError, ValueError: as `jagged_jagged_bmm`.
     """
+    x, offsets, max_seqlen = _parts(x, offsets, max_seqlen)
     check_rows("jagged_sum", "x", x, implementation=implementation)
     if autocast_dtype(x) != x.dtype:  # sums stay in x's dtype, as torch's
         with torch.autocast(x.device.type, enabled=False):
@@ -49,7 +59,11 @@ def jagged_sum(
 
 
 def jagged_mean(
-    x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto"
+    x: Any,
+    offsets: Tensor | None = None,
+    *,
+    max_seqlen: int | None = None,
+    implementation: str = "auto",
 ) -> Tensor:
     """The mean of each segment's rows; 0 for an empty segment. Sums are of an fp32 copy of 16-bit
     rows, so that they do not overflow, and the result is rounded once.
@@ -63,6 +77,7 @@ def jagged_mean(
     Raises:
         TypeError, ValueError: as `jagged_sum`.
     """
+    x, offsets, max_seqlen = _parts(x, offsets, max_seqlen)
     check_rows("jagged_mean", "x", x, implementation=implementation)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     sums = jagged_sum(wide, offsets, max_seqlen=max_seqlen, implementation=implementation)
@@ -70,12 +85,12 @@ def jagged_mean(
     return (sums / _per_row(lengths, sums)).to(x.dtype)
 
 
-def jagged_max(x: Tensor, offsets: Tensor, empty: float = 0) -> Tensor:
+def jagged_max(x: Any, offsets: Tensor | None = None, empty: float = 0) -> Tensor:
     """The largest element of each segment, column by column. Its gradient goes to the first row
     that has it. A NaN is larger than all numbers.
 
     Args:
-        x: `[L, ...]`, any real dtype of the dtype table.
+        x: `[L, ...]`, any real dtype of the dtype table; or any container of them, without offsets.
         offsets: `[B + 1]` int32 or int64, on x's device or the host.
         empty: the result of an empty segment.
 
@@ -85,6 +100,7 @@ def jagged_max(x: Tensor, offsets: Tensor, empty: float = 0) -> Tensor:
     Raises:
         TypeError, ValueError: types, shapes, dtypes or devices do not match.
     """
+    x, offsets, _ = _parts(x, offsets)
     check_rows("jagged_max", "x", x)
     offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's")
     x = padded_to(x, max(x.shape[0], 1))  # a row, which no segment has, to be gathered from
@@ -104,14 +120,15 @@ def jagged_max(x: Tensor, offsets: Tensor, empty: float = 0) -> Tensor:
     return x.gather(0, first.clamp(max=total - 1)).masked_fill(first == total, empty)
 
 
-def jagged_first(x: Tensor, offsets: Tensor, k: int | Tensor = 1) -> tuple[Tensor, Tensor]:
+def jagged_first(
+    x: Any, offsets: Tensor | None = None, k: int | Tensor = 1
+) -> tuple[Tensor, Tensor]:
     """The first k rows of each segment, all of a shorter one.
 
     Args:
-        x: `[L, ...]`, any dtype of the dtype table.
+        x: `[L, ...]`, any dtype of the dtype table; or any container of them, without offsets.
         offsets: `[B + 1]` int32 or int64, on x's device or the host.
-        k: a number for all segments, or `[B]` int32 or int64 on x's device or the host: for
-            instance how many rows are within some time.
+        k: a number for all segments, or `[B]` int32 or int64 on x's device or the host.
 
     Returns:
         Values `[Σ min(length, k), ...]` and offsets `[B + 1]` on x's device. If only a device knows
@@ -124,7 +141,9 @@ def jagged_first(x: Tensor, offsets: Tensor, k: int | Tensor = 1) -> tuple[Tenso
     return _part("jagged_first", x, offsets, k, is_last=False)
 
 
-def jagged_last(x: Tensor, offsets: Tensor, k: int | Tensor = 1) -> tuple[Tensor, Tensor]:
+def jagged_last(
+    x: Any, offsets: Tensor | None = None, k: int | Tensor = 1
+) -> tuple[Tensor, Tensor]:
     """The last k rows of each segment, all of a shorter one, in their order.
 
     Args:
@@ -139,9 +158,98 @@ def jagged_last(x: Tensor, offsets: Tensor, k: int | Tensor = 1) -> tuple[Tensor
     return _part("jagged_last", x, offsets, k, is_last=True)
 
 
-def _part(
-    function: str, x: Tensor, offsets: Tensor, k: int | Tensor, is_last: bool
+def jagged_between(
+    x: Any,
+    offsets: Tensor | None = None,
+    *,
+    times: Tensor,
+    start: float | Tensor | None = None,
+    end: float | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """The rows of each segment with start <= time < end, in their order: for instance the events of
+    the week before a request.
+
+    Args:
+        x: `[L, ...]`, any dtype of the dtype table; or any container of them, without offsets.
+        offsets: `[B + 1]` int32 or int64, on x's device or the host.
+        times: `[L]` of the rows, in any order: an integer or a floating-point dtype.
+        start, end: a number for all segments, or `[B]`; integers if times are. No limit if None.
+
+    Returns:
+        Values `[rows between, ...]` and offsets `[B + 1]` on x's device. Values have L rows where
+        only a device knows how many there are; those behind the last segment are 0.
+
+    Raises:
+        TypeError, ValueError: types, shapes, dtypes or devices do not match.
+
+    Example::
+
+        events, offsets = torch.randn(5, 32), torch.tensor([0, 2, 5])
+        times, requests = torch.tensor([10, 80, 30, 60, 95]), torch.tensor([90, 95])
+        week, ends = jm.functional.jagged_between(
+            events, offsets, times=times, start=requests - 40, end=requests
+        )  # rows 1 and 3
+    """
+    x, offsets, _ = _parts(x, offsets)
+    check_rows("jagged_between", "x", x)
+    given, total = [offsets, times, start, end], x.shape[0]
+    offsets = checked_offsets("offsets", offsets, total, x, "x's")
+    segments = offsets.shape[0] - 1
+    times = _numbers("times", times, "L", total, x.device)
+    segment = rows_and_segments(offsets, total)[1]
+    is_between = segment < segments
+    for name, bound in (("start", start), ("end", end)):
+        if bound is not None:
+            bound = _bound_of_rows(name, bound, times, segment, segments)
+            is_between = is_between & (times >= bound if name == "start" else times < bound)
+    if known := all(values_are_checkable(y) for y in given if isinstance(y, Tensor)):
+        total = int(is_between.sum())
+    index = indices_of_true(is_between, total)
+    ends = pad(is_between.cumsum(0, dtype=offsets.dtype), (1, 0))[offsets]
+    return rows_or_zeros(x, index, None if known else index == x.shape[0]), ends
+
+
+def _bound_of_rows(
+    name: str, bound: float | Tensor, times: Tensor, segment: Tensor, segments: int
+) -> float | Tensor:
+    """The bound of each row. Rows behind the last segment have any."""
+    if not isinstance(bound, Tensor):
+        floats = (float, torch.SymFloat) if times.is_floating_point() else ()
+        kinds = (int, torch.SymInt, *floats)  # torch compares integers with floats in fp32
+        check_kind(name, bound, kinds, f"a number as times, {times.dtype}, or a tensor")
+        return bound
+    bound = _numbers(name, bound, "B", segments, times.device)
+    if bound.is_floating_point() != times.is_floating_point():
+        raise ValueError(f"{name} must be numbers as times, {times.dtype}, got {bound.dtype}")
+    return pad(bound, (0, 1))[segment]
+
+
+def _numbers(name: str, x: Tensor, letter: str, rows: int, device: torch.device) -> Tensor:
+    """Real numbers `[rows]`, on the device."""
+    check_dense(name, x)
+    if x.dtype == torch.bool or x.is_complex() or x.shape != (rows,):
+        raise ValueError(
+            f"{name} must be real numbers of shape [{letter}] = [{rows}], got {x.dtype}"
+            f" {list(x.shape)}"
+        )
+    check_device(name, x, device, "x's")
+    return x.to(device, non_blocking=True)
+
+
+def _parts(
+    x: Any, offsets: Tensor | None, max_seqlen: int | None = None
+) -> tuple[Tensor, Tensor, int | None]:
+    """Values, offsets and max_seqlen, of a container if there are no offsets."""
+    if offsets is not None:
+        return x, offsets, max_seqlen
+    rows = Jagged.wrap(x, max_seqlen)
+    return rows.values, rows.offsets, rows.max_seqlen
+
+
+def _part(
+    function: str, x: Any, offsets: Tensor | None, k: int | Tensor, is_last: bool
+) -> tuple[Tensor, Tensor]:
+    x, offsets, _ = _parts(x, offsets)
     check_rows(function, "x", x)
     given, total = offsets, x.shape[0]
     offsets = checked_offsets("offsets", offsets, total, x, "x's")

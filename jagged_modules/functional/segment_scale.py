@@ -11,11 +11,9 @@ from torch.nn.functional import pad
 
 def expand_to_rows(x: Tensor, offsets: Tensor, num_rows: int, has_tail: bool = False) -> Tensor:
     """x[b] repeated for each row of segment b: `[B]` to `[num_rows]`. offsets are `[B + 1]` on x's
-    device.
-
-    The gradient is summed in a fixed order. That of torch.repeat_interleave is not deterministic on
-    a GPU. has_tail: there may be rows behind the last segment, whose value is 0.
-    """
+    device. The gradient is summed in a fixed order. That of torch.repeat_interleave is not
+    deterministic on a GPU. has_tail: there may be rows behind the last segment, whose value is
+    0."""
     if has_tail:  # they are the rows of one more segment
         x, offsets = pad(x, (0, 1)), torch.cat([offsets, offsets.narrow(0, 0, 1) + num_rows])
     if x.is_cuda and x.requires_grad and x.dtype == torch.float32:

@@ -28,12 +28,8 @@ def offsets_and_tail(
 
 def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Tensor:
     """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on, and 0 in the gradient of
-    these rows. A NaN there is not read.
-
-    Args:
-        offsets: `[B + 1]` in their normal form.
-        clears_gradient: False where the gradient is 0 there already, which saves a pass over it.
-    """
+    these rows. A NaN there is not read. offsets: `[B + 1]` in their normal form. clears_gradient:
+    False where the gradient is 0 there already, which saves a pass over it."""
     if not runs_kernels(x):
         behind = torch.arange(x.shape[0], device=x.device) >= offsets.select(0, -1)
         return x.masked_fill(behind.view(-1, *[1] * (x.dim() - 1)), 0)
@@ -42,8 +38,7 @@ def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Te
 
 
 def with_clean_tail(x: Tensor, offsets: Tensor) -> Tensor:
-    """`without_tail` of a tensor that the caller has just computed: the rows behind the end are
-    overwritten in place."""
+    """`without_tail` of a tensor that the caller has just computed, in place."""
     if not (runs_kernels(x) and x.is_contiguous()):
         return without_tail(x, offsets)
     result: Tensor = apply(_WithCleanTail, x, offsets)
@@ -51,8 +46,7 @@ def with_clean_tail(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def entering(x: Tensor, end: Tensor | None) -> Tensor:
-    """A layer's input, cleared. Its gradient is 0 behind the end anyway, because that of the result
-    is."""
+    """A layer's input, cleared. Its gradient is 0 behind the end, as that of the result is."""
     return x if end is None else without_tail(x, end, clears_gradient=False)
 
 

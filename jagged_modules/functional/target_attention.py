@@ -155,7 +155,7 @@ def target_attention(
         candidates = CandidateIndex.wrap(candidates, num_users)
     candidates = candidates.matched(q, num_users)
     num_candidates, rows = q.shape[:2]
-    queries = candidates.parsed(num_candidates, rows)
+    queries = candidates.parsed_queries(num_candidates, rows)
     if max_seqlen_q is not None:
         check_offsets(
             "candidates", queries.offsets, max_seqlen=max_seqlen_q, longest="max_seqlen_q"

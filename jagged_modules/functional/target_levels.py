@@ -139,7 +139,7 @@ def parse_levels(
         index = CandidateIndex.wrap(candidates, parents).matched(q, parents)
         keys = parse_segments(name, offsets, k.shape[0], q.device)
         operands.append((k, v))
-        levels.append(Level(index.parsed(*q.shape[:2]), keys, index, q.shape[:2]))
+        levels.append(Level(index.parsed_queries(*q.shape[:2]), keys, index, q.shape[:2]))
     if len({v.shape[1:] for _, v in operands}) != 1:
         shapes = [list(v.shape) for _, v in operands]
         raise ValueError(f"v must have the same heads and head dim in each level, got {shapes}")
@@ -246,12 +246,9 @@ def _sums_of_keys(level: Level, lse: Tensor) -> Tensor:
 
 
 def _combined(outs: Sequence[Tensor], sums: Tensor, of_kernels: bool) -> tuple[Tensor, Tensor]:
-    """O `[num_candidates, n_q, H, Dv]` and lse `[num_candidates, n_q, H]` of all levels.
-
-    Args:
-        outs: O of each level.
-        sums: `[levels, num_candidates, n_q, H]`, their lse. of_kernels: whether in base 2.
-    """
+    """O `[num_candidates, n_q, H, Dv]` and lse `[num_candidates, n_q, H]` of all levels. outs: O of
+    each level. sums: `[levels, num_candidates, n_q, H]`, their lse. of_kernels: whether in base
+    2."""
     exp, log = (torch.exp2, torch.log2) if of_kernels else (torch.exp, torch.log)
     top = sums.amax(0)
     top = top.where(top != float("-inf"), 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -137,20 +137,15 @@ class BlockDiagonalSelfAttention(Layer):
         )
         return jagged.unwrap(leaving(self.out_proj(out.flatten(1)), end))
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
+    @call_of(forward)
+    def __call__(self) -> None: ...
 
 
 class _RotaryTables(nn.Module):
     """The buffers cos and sin `[max_seqlen, head_dim / 2]`. They stay fp32 when the layer's dtype
-    changes; only their device changes.
-
-    If the layer is built on the meta device, they are on the host: DistributedModelParallel zeroes
-    buffers on meta and resets only modules that own parameters. It moves host buffers to the device
-    with the rest of the model.
-    """
+    changes; only their device changes. If the layer is built on the meta device, they are on the
+    host: DistributedModelParallel zeroes buffers on meta and resets only modules that own
+    parameters. It moves host buffers to the device with the rest of the model."""
 
     cos: Tensor
     sin: Tensor

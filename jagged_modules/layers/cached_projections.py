@@ -118,9 +118,7 @@ def cached_operands(histories: Collection[Jagged]) -> tuple[list[Sequence[Tensor
 def projected_in_heads(x: Tensor, projection: nn.Linear, heads: int) -> Tensor | None:
     """`[k | v]` of each head, `[L, heads, width]`, for a projection of x `[L, E]` that gives k of
     all heads, then v. Its outputs change places in the weight: those of the rows are written once.
-
-    None with gradients, or where the projection is called (`one_node.node_dtype`).
-    """
+    None with gradients, or where the projection is called (`one_node.node_dtype`)."""
     dtype = None if torch.is_grad_enabled() else node_dtype(x, (projection,), on_cpu=True)
     if dtype is None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -232,13 +232,11 @@ class JaggedDINAttention(Layer):
         k = entering(autocast(jagged.values), given.levels[0].end)
         return self._attend(given, k, None)
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
+    @call_of(forward)
+    def __call__(self) -> None: ...
 
     def _wrapped(self, name: str, x: Any) -> Jagged:
-        return wrap_rows(name, x, self.embedding_dim, self.linears[0])
+        return wrap_rows(name, x, self.embedding_dim, self.linears[0], "din_attention")
 
     def _parsed(self, targets: Any, candidates: Any, name: str, history: Jagged) -> Targets:
         """Targets of the history, which errors call `name`."""
@@ -283,13 +281,9 @@ class JaggedDINAttention(Layer):
                 f" {[(x.__name__, type(y).__name__) for x, y in zip(kinds, weights)]}"
             )
         return DINMlp(
-            [autocast(x.weight) for x in linears],
-            [autocast(x.bias) for x in linears],
-            self.activation,
-            self.normalize,
-            self.features,
-            self._unit_parameters(),
-        )
+            [autocast(x.weight) for x in linears], [autocast(x.bias) for x in linears],
+            self.activation, self.normalize, self.features, self._unit_parameters(),
+        )  # fmt: skip
 
     def _unit_parameters(self) -> UnitParameters | None:
         if self.activation not in WITH_PARAMETERS:
@@ -301,25 +295,15 @@ class JaggedDINAttention(Layer):
         norms = [x.norm for x in units]
         affine = norms[0].affine
         return UnitParameters(
-            slopes,
-            [x.weight for x in norms] if affine else None,
-            [x.bias for x in norms] if affine else None,
-            [x.running_mean for x in norms],
-            [x.running_var for x in norms],
-            self.training,
-            norms[0].momentum,
-            norms[0].eps,
-        )
+            slopes, [x.weight for x in norms] if affine else None,
+            [x.bias for x in norms] if affine else None, [x.running_mean for x in norms],
+            [x.running_var for x in norms], self.training, norms[0].momentum, norms[0].eps,
+        )  # fmt: skip
 
 
 class HiddenUnits(nn.Module):
     """Parameters of the activation of a layer's units: slopes of PReLU, or alpha and batch norm of
-    Dice.
-
-    Args:
-        size: units.
-        norm: eps, momentum and affine of Dice's batch norm; None: PReLU.
-    """
+    Dice. size: units. norm: eps, momentum and affine of Dice's batch norm; None: PReLU."""
 
     def __init__(
         self,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as nnf
 from torch.types import Device
 
-from ..activations import activation_of_rows
+from ..activations import POINTWISE, activation_of_rows
 from ..containers.jagged import Jagged, wrap_rows
 from ..dropout import check_dropout
 from ..functional.tail import entering, leaving
@@ -20,6 +19,7 @@ from ..scalars import check_choice, check_flag, check_kind, check_number, check_
 from ..tracing import call_of, one_module
 from .encoder_node import encoder_dtype, encoder_node
 from .from_torch import (
+    activation_of,
     checked_attention,
     linear_of,
     load,
@@ -28,6 +28,7 @@ from .from_torch import (
     load_projections,
     norm_of,
     place,
+    torch_norm,
 )
 from .gdpa import JaggedGDPA
 from .gdpa_config import GDPAConfig
@@ -40,12 +41,6 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")  # a container
 NORMS = {"layer": RowNorm, "rms": RMSNorm}
-TORCH_ACTIVATIONS = {
-    "relu": (nnf.relu, nn.ReLU),
-    "gelu": (nnf.gelu, nn.GELU),
-    "silu": (nnf.silu, nn.SiLU),
-}
-ACTIVATIONS = (*TORCH_ACTIVATIONS, "leaky_relu", "swiglu")
 
 
 @name_keywords
@@ -64,8 +59,8 @@ class JaggedEncoderLayer(Layer):
         norm_first: norms before the attention and the feed-forward network, not after the
             residuals.
         norm: "layer" or "rms".
-        activation: "relu", "gelu", "silu", "leaky_relu" (slope 0.01), or "swiglu" (Shazeer 2020),
-            for which linear1 has 2 · ffn_dim outputs.
+        activation: an activation of `functional.jagged_attention` except softmax, or "swiglu"
+            (Shazeer 2020), for which linear1 has 2 · ffn_dim outputs.
         mask: which rows each row sees; all of its segment if None.
         dropout: dropout probability, below 1: of the attention weights, within the feed-forward
             network, and of what is added to the rows, as of nn.TransformerEncoderLayer.
@@ -104,7 +99,7 @@ class JaggedEncoderLayer(Layer):
         check_size("ffn_dim", ffn_dim)
         check_flag("norm_first", norm_first)
         check_choice("norm", norm, tuple(NORMS))
-        check_choice("activation", activation, ACTIVATIONS)
+        check_choice("activation", activation, (*POINTWISE, "swiglu"))
         check_dropout("dropout", dropout)
         check_number("norm_eps", norm_eps, 0)
         self.embedding_dim, self.num_heads, self.ffn_dim = embedding_dim, num_heads, ffn_dim
@@ -129,8 +124,8 @@ class JaggedEncoderLayer(Layer):
         other random numbers.
 
         Args:
-            module: with activation relu, gelu or silu. A bias that it does not have is one of 0
-                here.
+            module: with an activation that the constructor has. A bias that it does not have is one
+                of 0 here.
             mask: which the module is given in its calls, as `AttentionMask(causal=True)`.
 
         Raises:
@@ -142,7 +137,7 @@ class JaggedEncoderLayer(Layer):
             (module.linear1, module.linear2),
             (module.norm1, module.norm2),
             norm_first=module.norm_first,
-            activation=_activation_of(module),
+            activation=activation_of("module's activation", module.activation),
             mask=mask,
             dropout=module.dropout.p,
         ).train(module.training)
@@ -156,7 +151,7 @@ class JaggedEncoderLayer(Layer):
         *,
         num_heads: int | None = None,
         norm_first: bool = False,
-        activation: str = "relu",
+        activation: str | Callable[[Tensor], Tensor] = "relu",
         mask: AttentionMask | None = None,
         dropout: float = 0,
     ) -> Self:
@@ -167,9 +162,11 @@ class JaggedEncoderLayer(Layer):
             attention: an nn.MultiheadAttention, or four linears: of queries, keys, values and the
                 output.
             linears: linear1 and linear2, each an nn.Linear, or an nn.Conv1d with kernel_size 1.
-            norms: norm1 and norm2, each an nn.LayerNorm or an nn.RMSNorm, with the same eps.
+            norms: norm1 and norm2, each an nn.LayerNorm, an nn.RMSNorm or a module that computes
+                the same, with the same eps.
             num_heads: attention heads, of four linears.
-            norm_first, activation, mask, dropout: as of the constructor.
+            norm_first, mask, dropout: as of the constructor.
+            activation: as of the constructor, or a function or module with these values.
 
         Raises:
             TypeError, ValueError: as the constructor; modules of another kind, or with options that
@@ -188,6 +185,9 @@ class JaggedEncoderLayer(Layer):
                 "attention must be an nn.MultiheadAttention, or four linears with num_heads, got"
                 f" {len(attention)} modules and num_heads {num_heads}"
             )
+        if not isinstance(activation, str):
+            activation = activation_of("activation", activation)
+        norms = [torch_norm(f"norm{i}", norm) for i, norm in enumerate(norms, 1)]
         (up, up_bias), down = (linear_of(f"linears[{i}]", linears[i]) for i in range(2))
         layer = cls(
             up.shape[1],
@@ -238,10 +238,8 @@ class JaggedEncoderLayer(Layer):
             rows = self.norm2(rows + self.dropout(self._ffn(rows)))
         return jagged.unwrap(leaving(rows, end))
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
+    @call_of(forward)
+    def __call__(self) -> None: ...
 
     def _attended(self, jagged: Jagged, rows: Tensor, num_targets: Tensor | None) -> Tensor:
         own = jagged.with_values(rows)
@@ -317,16 +315,5 @@ class JaggedEncoder(Layer):
             return jagged.unwrap(rows.values)
         return jagged.unwrap(leaving(self.norm(rows.values), jagged.end("x")))
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
-
-
-def _activation_of(module: nn.TransformerEncoderLayer) -> str:
-    given: Any = module.activation
-    for name, (function, kind) in TORCH_ACTIVATIONS.items():
-        is_exact = getattr(given, "approximate", "none") == "none"
-        if given is function or (isinstance(given, kind) and is_exact):
-            return name
-    raise ValueError(f"module's activation must be relu, gelu or silu, got {given}")
+    @call_of(forward)
+    def __call__(self) -> None: ...

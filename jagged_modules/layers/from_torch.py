@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..activations import POINTWISE
 from ..scalars import check_kind
+
+EPS_NAMES = "eps", "variance_epsilon", "epsilon"  # of norms that are not torch's
 
 
 def checked_attention(module: Any) -> Any:
@@ -44,8 +48,7 @@ def load(target: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def load_attention(layer: nn.Module, module: Any) -> None:
-    """Copy the projections of a `checked_attention` into a layer that has `q_proj`, `kv_proj` and
-    `out_proj`."""
+    """Copy a `checked_attention`'s projections into a layer's q_proj, kv_proj and out_proj."""
     own: Any = layer
     width, bias = module.embed_dim, module.in_proj_bias
     q, kv = module.in_proj_weight.tensor_split([width])
@@ -78,11 +81,55 @@ def linear_of(name: str, module: Any) -> tuple[Tensor, Tensor | None]:
     return module.weight, module.bias
 
 
+def activation_of(name: str, given: Callable[[Tensor], Tensor]) -> str:
+    """The name of the activation that has the values of this function or module."""
+    x = torch.linspace(-10, 10, 161, dtype=torch.float64, device="cpu")
+    values = _in_float64(given)(x)
+    for known, activation in POINTWISE.items():
+        if torch.allclose(activation.function(x), values, 1e-9, 1e-9):
+            return known
+    raise ValueError(f"{name} must have the values of one of {tuple(POINTWISE)}, got {given}")
+
+
+def torch_norm(name: str, norm: Any) -> Any:
+    """The norm as an nn.LayerNorm or nn.RMSNorm. One of another class must have the parameters of
+    one of these in their order, an eps, and its results for rows of about 1 and of about √eps."""
+    if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)):
+        return norm
+    expected = "an nn.LayerNorm, an nn.RMSNorm, or a module that computes the same"
+    check_kind(name, norm, nn.Module, expected)
+    eps = next((x for x in (getattr(norm, y, None) for y in EPS_NAMES) if x is not None), None)
+    parameters = list(norm.parameters())
+    if eps is None or [x.dim() for x in parameters] not in ([1], [1, 1]):
+        raise TypeError(f"{name} must be {expected} with an {' or '.join(EPS_NAMES)}, got {norm}")
+    own: Any = (nn.RMSNorm, nn.LayerNorm)[len(parameters) - 1](len(parameters[0]), eps)
+    x = torch.linspace(-1, 2, len(parameters[0]), dtype=torch.float64, device="cpu").cos()
+
+    def results(module: Any) -> Tensor:
+        module = _in_float64(module)
+        for parameter, values in zip(module.parameters(), (x + 2, x.flip(0))):
+            parameter.copy_(values)
+        return module(torch.stack([x, x * (eps**0.5 or 1)]))
+
+    difference = float((results(norm) - results(own)).abs().max())
+    if not difference < 1e-5:
+        raise ValueError(f"{name} must have the results of {own}, got {norm}, {difference:.3g} off")
+    own.to(**place(norm))
+    with torch.no_grad():
+        for parameter, values in zip(own.parameters(), parameters):
+            parameter.copy_(values)
+    return own
+
+
+def _in_float64(given: Any) -> Any:
+    """A copy on the host, in eval mode, without gradients; a function as it is."""
+    if isinstance(given, nn.Module):
+        return copy.deepcopy(given).to("cpu", torch.float64).eval().requires_grad_(False)
+    return given
+
+
 def norm_of(norms: Sequence[Any]) -> dict[str, Any]:
     """The options `norm` and `norm_eps` of an encoder layer with these two norms."""
-    for i, norm in enumerate(norms, 1):
-        kinds = (nn.LayerNorm, nn.RMSNorm)
-        check_kind(f"norm{i}", norm, kinds, "an nn.LayerNorm or an nn.RMSNorm")
     first, second = norms
     if isinstance(first, nn.RMSNorm) != isinstance(second, nn.RMSNorm) or first.eps != second.eps:
         raise ValueError(f"norm2 must be as norm1, {first}, got {second}")

@@ -307,10 +307,8 @@ class JaggedGDPA(Layer):
         out = self._attend(q, k, v, rows, keys, mask, bias)
         return self._unwrapped(rows, out if config.num_seeds else leaving(out, end))
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
+    @call_of(forward)
+    def __call__(self) -> None: ...
 
     def _unwrapped(self, rows: Jagged, out: Tensor) -> Any:
         if not self.config.num_seeds:

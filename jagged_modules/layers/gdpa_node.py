@@ -38,6 +38,7 @@ from .one_node import (
     linear,
     linear_gradients,
     node_dtype,
+    rounded_rows,
 )
 from .residual_node import (
     Around,
@@ -172,15 +173,10 @@ def node_arguments(
     weight, bias = (None, None) if norm is None else norm_parameters(norm)
     inputs = NodeInputs(x, sides.context, weight, bias, *projections, *of_heads)
     call = GDPACall(
-        dtype,
-        layer.num_heads,
-        layer.num_kv_heads,
-        layer.head_dim,
-        *sides[1:],
-        in_training(layer.dropout, layer.dropout.p),
-        residual,
+        dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim, *sides[1:],
+        in_training(layer.dropout, layer.dropout.p), residual,
         None if qk_eps is None else as_constant(qk_eps),
-    )
+    )  # fmt: skip
     return *inputs, call
 
 
@@ -235,8 +231,7 @@ class _Node(torch.autograd.Function):
 def attention_part(
     ctx: Any, inputs: NodeInputs, call: GDPACall
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The layer's result, or a block's, and what `attention_part_gradients` reads, besides numbers
-    on ctx."""
+    """The result of a layer or block, and what `attention_part_gradients` reads besides ctx."""
     ctx.x_dtype, ctx.dtype = inputs.x.dtype, inputs.out_weight.dtype
     ctx.residual, (end, _) = call.residual, call.ends
 
@@ -246,7 +241,10 @@ def attention_part(
 
     if call.residual is None:
         is_learned = inputs.q_weight is None
-        y, saved = part(inputs.x if is_learned else gemm_rows(inputs.x, end, call.dtype))
+        rows = inputs.x
+        if not is_learned:
+            rows = gemm_rows(rows, end, call.dtype, rounded_rows(rows, end, call.dtype))
+        y, saved = part(rows)
         return with_zero_tail(y, end), [*Around(end), *saved]
     norm: Any = inputs.norm, inputs.norm_bias
     y, around, saved = with_residual(inputs.x, norm, call.residual, end, part)
@@ -281,7 +279,9 @@ def _attended(
     context, (_, context_end) = inputs.context, call.ends
     ctx.context_dtype = None if context is None else context.dtype
     ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
-    context = None if context is None else gemm_rows(context, context_end, call.dtype)
+    if context is not None:
+        of_context = context, context_end, call.dtype
+        context = gemm_rows(*of_context, rounded_rows(*of_context))
     given = [x for x in inputs[4:10] if x is not None]
     *parameters, out_weight, out_bias = cast(call.dtype, *given)
     (q, k, v), weights, of_heads = _projected(rows, context, inputs, parameters, call)
@@ -314,16 +314,16 @@ def _projected(
     if context is None and keys.dim() == 2:
         weight, bias = (torch.cat(pair) for pair in zip(of_queries, (keys, values)))
         width = (call.num_heads + call.num_kv_heads) * call.head_dim
-        qk, v = linear(rows, weight, bias).tensor_split([width], 1)
+        qk, v = linear(rows, weight, bias)[: inputs.x.shape[0]].tensor_split([width], 1)
         qk, norms = _normed(qk, [of_q, of_k], call)
         q, k = qk.tensor_split([call.num_heads * call.head_dim], 1)
         return in_heads(q, k, v), (weight, None), (*norms, *HeadNorm())
-    queries = linear(rows, *of_queries) if of_queries else rows.flatten(1)
+    queries = linear(rows, *of_queries)[: inputs.x.shape[0]] if of_queries else rows.flatten(1)
     q, q_norm = _normed(queries, [of_q], call)
     q_weight = of_queries[0] if of_queries else None
     if context is None:
         return [*in_heads(q), keys, values], (q_weight, None), (*q_norm, *HeadNorm())
-    k, v = linear(context, keys, values).chunk(2, 1)
+    k, v = linear(context, keys, values)[: inputs.context.shape[0]].chunk(2, 1)
     k, k_norm = _normed(k, [of_k], call)
     return in_heads(q.to(call.dtype), k, v), (q_weight, keys), (*q_norm, *k_norm)
 
@@ -364,8 +364,7 @@ def _gradients(
 def _attention_gradients(
     ctx: Any, dh: Tensor, saved: _Saved, segments: list[Tensor | None], wanted: Any, of_rows: bool
 ) -> tuple[Any, Any, tuple[Any, ...], tuple[Any, Any]]:
-    """Gradients of the projected rows, of the context, of `NodeInputs`' q_weight to values, and of
-    q_norm and k_norm."""
+    """Gradients of rows, context, `NodeInputs`' q_weight to values, and q_norm and k_norm."""
     rows, q, dtype = saved.rows, saved.q, ctx.dtype
     do, results = torch.unflatten(dh, 1, (q.shape[1], -1)), [saved.out, saved.lse]
     arguments = q, saved.k, saved.v, segments, *ctx.options
@@ -379,28 +378,31 @@ def _attention_gradients(
         dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
         return dx, None, (*dq_proj, dk.to(dtype), dv.to(dtype)), (None, None)
     if saved.context is None:
-        dqkv, _ = packed_gradients(do, results, True, *arguments)
-        dq_norm, dk_norm = head_norm_gradients(dqkv, q_norm, q.shape[2], width)
+        num_rows = (rows.shape[0],) * 2
+        dqkv, _ = packed_gradients(do, results, True, *arguments, rows=num_rows)
+        dq_norm, dk_norm = head_norm_gradients(dqkv[: q.shape[0]], q_norm, q.shape[2], width)
         release(q, saved.k, saved.v, saved.h, dh)
         of_qkv = [of_q[0], of_q[1] or of_keys, of_q[2] or of_values]
-        of_gemm = saved.weight, of_qkv, rows_dtype, dtype, is_normed
+        of_gemm = saved.weight, of_qkv, rows_dtype, dtype, is_normed, q.shape[0]
         dx, *packed = linear_gradients(dqkv, rows, *of_gemm)
         (dq_weight, dkeys), (dq_bias, dvalues) = (
             (None, None) if x is None else x.tensor_split([width]) for x in packed
         )
         return dx, None, (dq_weight, dq_bias, dkeys, dvalues), (dq_norm, dk_norm)
-    dq, dkv = packed_gradients(do, results, False, *arguments)
-    dq_norm, _ = head_norm_gradients(dq, q_norm, q.shape[2], width)
-    dk_norm, _ = head_norm_gradients(dkv, k_norm, q.shape[2], width)
+    num_rows = None if saved.weight is None else (rows.shape[0], saved.context.shape[0])
+    dq, dkv = packed_gradients(do, results, False, *arguments, rows=num_rows)
+    dq_norm, _ = head_norm_gradients(dq[: q.shape[0]], q_norm, q.shape[2], width)
+    dk_norm, _ = head_norm_gradients(dkv[: saved.k.shape[0]], k_norm, q.shape[2], width)
     release(saved.k, saved.v, saved.h, dh)
     if saved.weight is None:
         dx, dq_proj = dq.view(rows.shape).to(rows_dtype), [None, None]
     else:
         release(q)
-        dx, *dq_proj = linear_gradients(dq, rows, saved.weight, of_q, rows_dtype, dtype)
+        of_gemm = saved.weight, of_q, rows_dtype, dtype
+        dx, *dq_proj = linear_gradients(dq, rows, *of_gemm, num_rows=q.shape[0])
     of_kv, context = [wanted.context, of_keys, of_values], saved.context
     dcontext, *dkv_proj = linear_gradients(
-        dkv, context, saved.kv_weight, of_kv, ctx.context_dtype, dtype
+        dkv, context, saved.kv_weight, of_kv, ctx.context_dtype, dtype, num_rows=saved.k.shape[0]
     )
     return dx, dcontext, (*dq_proj, *dkv_proj), (dq_norm, dk_norm)
 

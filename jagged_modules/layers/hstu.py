@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -190,10 +190,8 @@ class HSTULayer(Layer):
         rows = self._project("x", jagged)
         return self._updated(rows, self._attend_within(rows, mask, bias))
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
+    @call_of(forward)
+    def __call__(self) -> None: ...
 
     @through_call
     def cache(
@@ -331,10 +329,7 @@ class HSTULayer(Layer):
         self, name: str, x: Jagged, cache: Jagged, cache_timestamps: Tensor | None
     ) -> None:
         """TypeError or ValueError unless the cache has the shape, dtype and device of this layer's
-        keys and values, and one segment per segment of x.
-
-        Errors call x `name`.
-        """
+        keys and values, and one segment per segment of x. Errors call x `name`."""
         check_kind("cache", cache, Jagged, "a Jagged of keys and values")
         check_same_segments(name, x, "cache", cache)
         width = self.head_dim + self.linear_dim

@@ -194,11 +194,8 @@ def rows_seen_by_targets(
     history: Jagged, config: HSTUConfig
 ) -> tuple[Tensor | slice, Tensor | None]:
     """The rows of the histories that later targets see, and the offsets of these rows. All rows and
-    None if the mask hides none.
-
-    Without a global prefix they are the last rows of a history, so the relative positions of
-    targets to cached rows are those in the whole history.
-    """
+    None if the mask hides none. Without a global prefix they are the last rows of a history, so the
+    relative positions of targets to cached rows are those in the whole history."""
     limit = 0 if config.min_full_attn_seqlen else config.max_attn_len  # targets are exempt
     if not (config.contextual_seqlen or limit or config.recent_history):
         return slice(None), None

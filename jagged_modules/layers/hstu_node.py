@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jagged_kernels.attention.params import Arguments
+from jagged_kernels.common.device import zeroed_behind
 from jagged_kernels.rows.configs import MAX_WIDTH
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ from ..autocast import autocast_dtype
 from ..functional.nodes import apply, differentiable_once, is_last_backward, release
 from ..functional.tail import residual_sum
 from .norms import NORM_KINDS, NormOptions, norm_parameters
-from .one_node import bias_columns, cast, linear, linear_gradients, may_be_one_node
+from .one_node import bias_columns, cast, linear, linear_gradients, may_be_one_node, rounded_rows
 
 if TYPE_CHECKING:
     from .hstu import HSTULayer
@@ -49,13 +50,10 @@ def stages() -> Stages:
     from jagged_kernels.rows import op as rows
 
     return Stages(
-        rows.triton_row_norm,
-        rows.triton_row_norm_backward,
-        rows.triton_gate,
-        rows.triton_gate_linear_backward,
-        attention.triton_attention,
+        rows.triton_row_norm, rows.triton_row_norm_backward, rows.triton_gate,
+        rows.triton_gate_linear_backward, attention.triton_attention,
         attention.triton_attention_packed_backward,
-    )
+    )  # fmt: skip
 
 
 class Gate(NamedTuple):
@@ -119,8 +117,7 @@ def takes_kernels(layer: HSTULayer, x: Tensor) -> bool:
 
 
 def dropout_seed(layer: HSTULayer, x: Tensor) -> Tensor | None:
-    """A seed from torch's generator of the device, which CUDA graphs replay; None if nothing is
-    dropped."""
+    """A seed of the device's generator, which CUDA graphs replay; None if nothing is dropped."""
     if not (layer.dropout.training and layer.dropout.p):
         return None
     return torch.randint(2**62, (), device=x.device)
@@ -144,37 +141,20 @@ def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
 
 
 def hstu_node(layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Arguments) -> Tensor:
-    """The layer's update of rows x.
-
-    Args:
-        end: of the rows, if only the device knows it: see `functional/tail.py`.
-        arguments: of attention's operator. Its q, k and v are not read.
-    """
+    """The layer's update of rows x. end: of the rows, if only the device knows it: see
+    `functional/tail.py`. arguments: of attention's operator. Its q, k and v are not read."""
     plan = Plan(
-        layer.num_heads,
-        layer.linear_dim,
-        layer.head_dim,
-        autocast_dtype(x),
-        NormOptions.of(layer.input_norm),
-        Gate(layer.dropout.p, NormOptions.of(layer.output_norm)),
+        layer.num_heads, layer.linear_dim, layer.head_dim, autocast_dtype(x),
+        NormOptions.of(layer.input_norm), Gate(layer.dropout.p, NormOptions.of(layer.output_norm)),
         layer.config.recompute,
-    )
+    )  # fmt: skip
     of_input, of_output = map(norm_parameters, (layer.input_norm, layer.output_norm))
     projection = layer.uvqk_proj.weight, layer.uvqk_proj.bias
     _, _, _, segments, bias, *others = arguments
     result: Tensor = apply(
-        _HSTULayer,
-        x,
-        dropout_seed(layer, x),
-        end,
-        plan,
-        (segments, bias[2:], others),
-        *of_input,
-        *projection,
-        *of_output,
-        layer.out_proj.weight,
-        *bias[:2],
-    )
+        _HSTULayer, x, dropout_seed(layer, x), end, plan, (segments, bias[2:], others), *of_input,
+        *projection, *of_output, layer.out_proj.weight, *bias[:2],
+    )  # fmt: skip
     return result
 
 
@@ -193,7 +173,7 @@ class _HSTULayer(torch.autograd.Function):
         *parameters: Any,
     ) -> Tensor:
         update = linear(*_gated(ctx, x, seed, end, plan, of_attention, parameters), None)
-        return residual_sum(x, update, end)
+        return residual_sum(x, update[: x.shape[0]], end)
 
     @staticmethod
     @differentiable_once
@@ -210,7 +190,7 @@ class _HSTULayer(torch.autograd.Function):
         def norm_again() -> Tensor:
             columns = 0 if bias is None else bias_columns(plan.dtype)
             of_norm = norm_weight, norm_bias, plan.dtype, *plan.norm, columns, end, dout
-            return kernels.row_norm(x, *of_norm)[0]
+            return kernels.row_norm(x, *of_norm, a.shape[0])[0]
 
         if packed is None:
             normed = norm_again() if normed is None else normed
@@ -228,13 +208,15 @@ class _HSTULayer(torch.autograd.Function):
             da, [None, lse], grads, None, plan.columns(), q, k, v, segments, bias_tensors,
             *ctx.others,
         )  # fmt: skip
+        if end is None:
+            zeroed_behind(grads, x.shape[0])
         release(packed, a, *([] if gated is None else [gated]))
         del da
         if normed is None and needs[7]:
             normed = norm_again()
         wanted = [needs[0] or needs[5] or needs[6], *needs[7:9]]
         dnormed, dweight, dbias = linear_gradients(
-            grads, normed, weight, wanted, plan.dtype, dtypes[0], frees_x=True
+            grads, normed, weight, wanted, plan.dtype, dtypes[0], True, x.shape[0]
         )
         del grads
         dx = sums = None
@@ -278,11 +260,14 @@ def _gated(
     cast_weight, cast_projection, *biases = cast(dtype, weight, projection, *biases)
     cast_bias = biases[0] if biases else None
     of_norm = norm_weight, norm_bias, dtype, *plan.norm, bias_columns(dtype) if biases else 0
-    normed, *statistics = kernels.row_norm(x, *of_norm, end)
+    rows = rounded_rows(x, end, dtype)  # the backward copies dout if x has another dtype
+    normed, *statistics = kernels.row_norm(x, *of_norm, end, None, rows)
     packed = linear(normed, cast_weight, cast_bias)
     normed = kept("norm", normed)
     u, q, k, v = plan.split(packed)
     a, lse = kernels.attention(q, k, v, segments, [*tables, *bias_tensors], *others)
+    if end is None:  # otherwise the attention clears what is behind it
+        zeroed_behind(a, x.shape[0])
     a, (dropout, gate_norm) = a.flatten(1), plan.gate
     gated, *gate_statistics = kernels.gate(u, a, gate_weight, gate_bias, seed, dropout, *gate_norm)
     ctx.save_for_backward(

@@ -22,10 +22,8 @@ R = TypeVar("R")
 
 def fixed_rows(forward: Callable[P, R]) -> Callable[P, R]:
     """Decorator for a layer's method: under `batch_invariant`, the results of its modules for a row
-    do not depend on the other rows.
-
-    The modules are still called. Their hooks run, and callers may replace them.
-    """
+    do not depend on the other rows. The modules are still called. Their hooks run, and callers may
+    replace them."""
 
     @functools.wraps(forward)
     def method(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,10 +57,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _pointwise(function: Callable[..., Tensor], activation: str) -> Callable[..., Tensor]:
     """The function applied row by row on the CPU: there, the elements left over after full SIMD
-    vectors take other instructions.
-
-    On GPUs the function is unchanged.
-    """
+    vectors take other instructions. On GPUs the function is unchanged."""
 
     def fixed(x: Tensor, **options: Any) -> Tensor:
         if x.device.type != "cpu":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,10 +146,8 @@ class LinearCompressEmbedding(nn.Module):
         of_levels = weights, names, _names("candidates", levels), ["the layer"] * len(names)
         return compress_levels(list(self.weights), tensors, indices, of_levels)
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
+    @call_of(forward)
+    def __call__(self) -> None: ...
 
     def extra_repr(self) -> str:
         *shared, candidate = self.num_embeddings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -86,7 +86,7 @@ class JaggedMLP(Layer):
         Raises:
             TypeError, ValueError: x has another type, shape, dtype or device.
         """
-        jagged = wrap_rows("x", x, self.dims[0], self.layers[0])
+        jagged = wrap_rows("x", x, self.dims[0], self.layers[0], "jagged_linear (one weight)")
         end, dtype = jagged.end("x"), node_dtype(jagged.values, list(self.layers))
         if dtype is not None:
             return jagged.unwrap(mlp_node(self, jagged.values, end, dtype))
@@ -97,7 +97,5 @@ class JaggedMLP(Layer):
             values = activation(layer(values))
         return jagged.unwrap(leaving(values, end))
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
+    @call_of(forward)
+    def __call__(self) -> None: ...

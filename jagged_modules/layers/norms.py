@@ -28,8 +28,7 @@ class RowNorm(nn.LayerNorm):
 
 
 class WideNorm(nn.LayerNorm):
-    """A LayerNorm in the dtype of its input, which may be wider than that of its weight and
-    bias."""
+    """A LayerNorm in the dtype of its input, which may be wider than its weight's and bias's."""
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
@@ -37,8 +36,7 @@ class WideNorm(nn.LayerNorm):
 
 
 class GroupNorm(WideNorm):
-    """A WideNorm of each of `groups` equal groups of columns, with a weight and a bias for each
-    column."""
+    """A WideNorm of each of `groups` equal groups of columns; each column has weight and bias."""
 
     groups: int
 
@@ -61,8 +59,7 @@ class WideRMSNorm(nn.RMSNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """An RMSNorm whose weight may be wider than its input, as under autocast. torch's fused kernels
-    need equal dtypes."""
+    """An RMSNorm whose weight may be wider than its input: torch's kernels need equal dtypes."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.to(torch.promote_types(x.dtype, self.weight.dtype))

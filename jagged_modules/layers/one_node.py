@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from jagged_kernels.common.device import zeroed_behind
 from jagged_kernels.rows.configs import BIAS_COLUMNS
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -21,11 +22,13 @@ from ..autocast import autocast_dtype
 from ..dtypes import dtypes_of
 from ..functional.nodes import release
 from ..functional.tail import cleared, runs_kernels
+from ..scalars import bucket_of
 from ..settings import is_batch_invariant
-from ..tracing import as_constant, is_exporting
+from ..tracing import as_constant, is_exporting, is_recording
 from ..validation import runs_transforms
 
 ALIGNMENT = 64  # elements; cuBLAS and TMA read operands that start at multiples of 16 bytes
+STEPS = 16  # numbers of rows in an octave that GEMMs see, as of `Jagged.rounded`
 
 
 def may_be_one_node(x: Tensor, *modules: nn.Module, on_cpu: bool = False) -> bool:
@@ -122,24 +125,46 @@ def bias_columns(dtype: torch.dtype) -> int:
     return BIAS_COLUMNS if dtype.itemsize == 2 else 0
 
 
-def gemm_rows(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x `[L, K]` in the dtype of a GEMM, cleared behind the end. On a GPU a copy in 16 bits has
-    `BIAS_COLUMNS` columns behind its own, which `linear` and `linear_gradients` know."""
+def rounded_rows(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> int:
+    """Rows for GEMMs that take x in this dtype, cleared behind the end: if that copies it, as
+    `Jagged.rounded`, so that cuBLAS sees few numbers of rows; in a graph, those of x."""
+    if (end is None and x.dtype == dtype) or is_recording(x.device):
+        return x.shape[0]
+    return bucket_of(x.shape[0], STEPS, 8)[0]
+
+
+def gemm_rows(
+    x: Tensor,
+    end: Tensor | None,
+    dtype: torch.dtype,
+    num_rows: int | None = None,
+    has_columns: bool = True,
+) -> Tensor:
+    """x `[L, K]` in the dtype of a GEMM, cleared behind the end. On a GPU a copy has what `linear`
+    and `linear_gradients` know: `BIAS_COLUMNS` columns behind its own in 16 bits, and rows of 0.
+
+    Args:
+        num_rows: of such a copy; None: L.
+        has_columns: whether it has the columns.
+    """
     is_copied = end is not None or x.dtype != dtype
-    extra = bias_columns(dtype)
-    if x.dim() != 2 or not (x.is_cuda and is_copied and extra):
+    if x.dim() != 2 or not (x.is_cuda and is_copied):
         return cleared(x, end, dtype)
+    extra = bias_columns(dtype) if has_columns else 0
     if runs_kernels(x):
         from jagged_kernels.common.tail import kept_rows_on_device
 
-        return kept_rows_on_device(x, end, dtype, extra)
+        rows, columns = x.shape
+        out = x.new_empty(num_rows or rows, columns + extra, dtype=dtype)
+        return kept_rows_on_device(x, end, dtype, extra, out=zeroed_behind(out, rows))
     x = cleared(x, end, dtype)
+    if not extra:
+        return x
     return torch.cat([x, x.new_ones(x.shape[0], 1), x.new_zeros(x.shape[0], extra - 1)], 1)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x `[L, K]` @ weightᵀ + bias; all of one dtype. x may have more columns, which are not
-    read."""
+    """x `[L, K]` @ weightᵀ + bias, all of one dtype. More columns of x are not read."""
     if x.shape[1] > weight.shape[1]:
         x = x[:, : weight.shape[1]]
     return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
@@ -177,12 +202,16 @@ def linear_gradients(
     x_dtype: torch.dtype,
     dtype: torch.dtype,
     frees_x: bool = False,
+    num_rows: int | None = None,
 ) -> LinearGradients:
     """Of x, in x_dtype, and of weight and bias, in dtype. wanted: which of the three. frees_x: the
-    node has made x and reads it no more. x may have the columns of `gemm_rows`; None if no gradient
-    of the weight is wanted."""
+    node has made x and reads it no more. x may have the columns and the rows of `gemm_rows`, dy
+    such rows too; x is None if no gradient of the weight is wanted. num_rows: of the gradient of x;
+    None: as many as dy has."""
     dweight, dbias, width = None, None, weight.shape[1]
     if x is not None:
+        if x.shape[0] > dy.shape[0]:
+            x = x[: dy.shape[0]]
         if wanted[1]:
             dweight = weight_gradient(dy, x, dtype)
         if dweight is not None and x.shape[1] > width:
@@ -192,6 +221,8 @@ def linear_gradients(
         if frees_x or x.dtype != x_dtype:  # then x is a copy of the node's input
             release(x)
     dx = input_gradient(dy, weight, x_dtype) if wanted[0] else None
+    if dx is not None and num_rows is not None:
+        dx = dx[:num_rows]
     if wanted[2] and dbias is None:
         dbias = bias_gradient(dy, dtype)
     return LinearGradients(dx, dweight, dbias if wanted[2] else None)

@@ -34,10 +34,8 @@ def in_heads(name: str, x: Tensor, *sizes: int) -> Tensor:
 
 def check_columns(name: str, x: Tensor, columns: int) -> None:
     """ValueError unless x, the result of the projection `name`, has all columns in a plain tensor.
-    Tensor parallel plans may shard them.
-
-    A shard does not hold whole heads, because projections are packed: half of `[k | v]` is k.
-    """
+    Tensor parallel plans may shard them. A shard does not hold whole heads, because projections are
+    packed: half of `[k | v]` is k."""
     distributed = sys.modules.get("torch.distributed.tensor")
     is_sharded = distributed is not None and isinstance(x, distributed.DTensor)
     if is_sharded or x.shape[-1] != columns:
@@ -81,8 +79,7 @@ def xavier_linear(
     device: Device = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Linear:
-    """An nn.Linear with HSTU's initialisation, set on the instance: torch.ao.quantization does not
-    support subclasses."""
+    """An nn.Linear with HSTU's initialisation on the instance: quantisation knows no subclass."""
     linear = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
     # to_empty of torch 2.13 fails in a FakeTensorMode
     for name, parameter in [*linear.named_parameters()]:

@@ -68,12 +68,8 @@ def with_residual(
     end: Tensor | None,
     part: Callable[[Tensor], tuple[Tensor, S]],
 ) -> tuple[Tensor, Around, S]:
-    """y, and what the backwards read, of this and of the part f.
-
-    Args:
-        x: `[L, E]`. norm: its weight and bias. end: of the rows.
-        part: f, of rows in its dtype.
-    """
+    """y, and what the backwards read, of this and of the part f. x: `[L, E]`. norm: its weight and
+    bias. end: of the rows. part: f, of rows in its dtype."""
     dtype, options, norm_first, result, dropout, columns = residual
     mean = rstd = None
     if norm_first:
@@ -96,13 +92,9 @@ def residual_gradients(
     wanted: tuple[bool, bool],
     part: Callable[[Tensor, bool], tuple[Tensor | None, S]],
 ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None], S]:
-    """Gradients of x, of the norm's weight and bias, and of the part's other inputs.
-
-    Args:
-        wanted: whether those of x and of the norm are. None where they are not.
-        part: f's backward, of its result's gradient and whether that of its rows is wanted. Returns
-            it, and the others.
-    """
+    """Gradients of x, of the norm's weight and bias, and of the part's other inputs. wanted:
+    whether those of x and of the norm are. None where they are not. part: f's backward, of its
+    result's gradient and whether that of its rows is wanted. Returns it, and the others."""
     of_x, of_norm = wanted
     dtype, norm, norm_first, _, dropout, _ = residual
     end, rows, weight, mean, rstd, kept = around

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +119,5 @@ class JaggedSeedPooling(Layer):
         of_tokens = torch.unflatten(self.compress(pooled), 1, (-1, self.rank)).flatten(2)
         return self.mix(of_tokens)
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
+    @call_of(forward)
+    def __call__(self) -> None: ...

@@ -129,13 +129,9 @@ class _Node(torch.autograd.Function):
         release(saved.q, saved.out, dh)
         width = h.shape[1]
         dtargets, *dtarget_proj = linear_gradients(
-            in_order(dqkv[rows:, :width], saved.inverse),
-            saved.targets,
-            saved.target_weight,
-            [of_targets, *wanted[4:6]],
-            of_targets_dtype,
-            dtype,
-        )
+            in_order(dqkv[rows:, :width], saved.inverse), saved.targets, saved.target_weight,
+            [of_targets, *wanted[4:6]], of_targets_dtype, dtype,
+        )  # fmt: skip
         if dtargets is not None:
             dtargets = torch.unflatten(dtargets, 0, ctx.shape)
         of_qkv = [of_history, wanted[0] or wanted[2], wanted[1] or wanted[3]]

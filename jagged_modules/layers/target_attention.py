@@ -220,10 +220,8 @@ class JaggedTargetAttention(CachesProjection):
         keys_and_values = [self._keys_and_values(x) for x in rows]
         return self._attend(given, keys_and_values, q_proj, out_proj)
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
+    @call_of(forward)
+    def __call__(self) -> None: ...
 
     def _attend(
         self,

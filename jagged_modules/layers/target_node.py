@@ -23,7 +23,7 @@ from ..cpu.order import by_length, rows_back
 from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
 from ..functional.nodes import apply, differentiable_once, release
-from ..functional.tail import cleared, runs_kernels, with_zero_tail
+from ..functional.tail import runs_kernels, with_zero_tail
 from ..masks import AttentionMask
 from ..segments import RowSegments, values_are_checkable
 from .one_node import (
@@ -35,6 +35,7 @@ from .one_node import (
     linear,
     linear_gradients,
     parameters_of,
+    rounded_rows,
 )
 from .targets import Targets
 
@@ -90,8 +91,7 @@ def target_node(
 
 
 class _Saved(NamedTuple):
-    """What the backward reads, besides the attention's segments. end: of the targets. The last
-    three: of `Order`."""
+    """What the backward reads besides segments. end: of targets. The last three: of `Order`."""
 
     targets: Tensor
     history: Tensor
@@ -152,8 +152,9 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         inputs, call = TargetInputs(*arguments[:-1]), arguments[-1]
-        y = linear(*_attended(ctx, inputs, call))
-        return with_zero_tail(torch.unflatten(y, 0, inputs.targets.shape[:-1]), call.given.end)
+        shape, y = inputs.targets.shape[:-1], linear(*_attended(ctx, inputs, call))
+        y = torch.unflatten(y[: shape.numel()], 0, shape)
+        return with_zero_tail(y, call.given.end)
 
     @staticmethod
     @differentiable_once
@@ -164,27 +165,32 @@ class _Node(torch.autograd.Function):
         of_q, of_keys, of_out = wanted[:2], wanted[2:4], wanted[4:]
         of_targets_dtype, of_history_dtype, dtype = ctx.dtypes
         needs_dh, h = any((of_targets, of_history, *wanted[:4])), saved.h
-        dy = cleared(dy, saved.end, h.dtype).flatten(0, -2)
+        of_dy = saved.end, h.dtype, None if saved.end is None else h.shape[0], False
+        dy = gemm_rows(_rows(dy, saved.end), *of_dy).flatten(0, -2)
         dh, *dout = linear_gradients(dy, h, saved.out_weight, [needs_dh, *of_out], h.dtype, dtype)
         if dh is None:
             return *[None] * 6, *dout, None
         dh = dropout_gradient(dh, saved.kept, ctx.dropout)
         do = in_order(dh, saved.order).view_as(saved.out)
         attention = saved.q, saved.k, saved.v, segments, *ctx.options
-        dq, dkv = packed_gradients(do, [saved.out, saved.lse], False, *attention)
+        # rows in another order are a copy, of the queries' alone
+        of_dq = saved.targets.shape[0] if saved.inverse is None else saved.q.shape[0]
+        rows = of_dq, saved.history.shape[0]
+        queries, keys = ctx.shape.numel(), saved.k.shape[0]
+        dq, dkv = packed_gradients(do, [saved.out, saved.lse], False, *attention, rows=rows)
         release(saved.q, saved.k, saved.out, dh, do)
         of_q, of_keys = [of_targets, *of_q], [of_history, *of_keys]
         dq = in_order(dq.flatten(1), saved.inverse)
         dtargets, *dq_proj = linear_gradients(
-            dq, saved.targets, saved.q_weight, of_q, of_targets_dtype, dtype
+            dq, saved.targets, saved.q_weight, of_q, of_targets_dtype, dtype, num_rows=queries
         )
         if dtargets is not None:
             dtargets = torch.unflatten(dtargets, 0, ctx.shape)
         dhistory, *dkv_proj = linear_gradients(
-            dkv, saved.history, saved.kv_weight, of_keys, of_history_dtype, dtype
+            dkv, saved.history, saved.kv_weight, of_keys, of_history_dtype, dtype, num_rows=keys
         )
         if dhistory is not None:
-            dhistory = rows_back(dhistory, saved.history_rows, dhistory.shape[0])
+            dhistory = rows_back(dhistory, saved.history_rows, keys)
         return dtargets, dhistory, *dq_proj, *dkv_proj, *dout, None
 
 
@@ -194,11 +200,17 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
     end, dtype, heads = call.given.end, call.dtype, call.num_heads
     q_weight, q_bias, kv_weight, kv_bias, out_weight, out_bias = cast(dtype, *inputs[2:])
     queries, keys, order, inverse, history_rows = Order.of(call.given)
-    targets = inputs.targets.flatten(0, -2) if end is None else inputs.targets
-    targets = gemm_rows(targets, end, dtype).flatten(0, -2)
-    history = in_order(gemm_rows(inputs.history, call.given.levels[0].end, dtype), history_rows)
-    q = torch.unflatten(in_order(linear(targets, q_weight, q_bias), order), 1, (heads, -1))
-    kv = torch.unflatten(linear(history, kv_weight, kv_bias), 1, (2 * heads, -1))
+    targets, end_of_history = _rows(inputs.targets, end), call.given.levels[0].end
+    targets = gemm_rows(targets, end, dtype, rounded_rows(targets, end, dtype)).flatten(0, -2)
+    history = in_order(inputs.history, history_rows)  # on the CPU alone
+    of_history = history, end_of_history, dtype
+    history = gemm_rows(*of_history, rounded_rows(*of_history))
+    q = linear(targets, q_weight, q_bias)
+    if end is None:  # otherwise attention clears the rows behind it
+        q = q[: inputs.targets.shape[:-1].numel()]
+    q = torch.unflatten(in_order(q, order), 1, (heads, -1))
+    kv = linear(history, kv_weight, kv_bias)[: inputs.history.shape[0]]
+    kv = torch.unflatten(kv, 1, (2 * heads, -1))
     k, v = kv.chunk(2, 1)
     options = AttentionOptions(schedule=call.schedule, dropout_p=call.attention_dropout)
     attention = parsed_call(q, k, v, queries, keys, options).call
@@ -213,6 +225,11 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
     ctx.shape, ctx.dropout = inputs.targets.shape[:-1], call.dropout
     ctx.dtypes = inputs.targets.dtype, inputs.history.dtype, inputs.q_bias.dtype
     return h, out_weight, out_bias
+
+
+def _rows(x: Tensor, end: Tensor | None) -> Tensor:
+    """x as rows, unless each of those before the end is of several."""
+    return x.flatten(0, -2) if end is None or x.shape[-2] == 1 else x
 
 
 def in_order(x: Tensor, order: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -129,11 +129,13 @@ def _with_candidates(
     ends: list[Tensor] = []
     for index, (name, history) in zip(indices, histories.items()):
         index = index.matched(rows, history.num_segments, "targets")
-        level = Level(index.parsed(*shape), history.parsed(name), index, shape, None, history)
+        level = Level(
+            index.parsed_queries(*shape), history.parsed(name), index, shape, None, history
+        )
         levels.append(level)
         # A map has one entry for each candidate, so no row is behind them.
         if level.queries.has_tail and index.order is None:
-            ends.append(index.offsets.contiguous())
+            ends.append(index.query_offsets(1))
     end = ends[0] if len(ends) == len(levels) else None
     if end is not None and len(ends) > 1:
         end = torch.stack([x[-1:] for x in ends]).amax(0)
@@ -141,8 +143,7 @@ def _with_candidates(
 
 
 def _checked(targets: Any, projection: nn.Module, width: int, dim: int, shape: str) -> Any:
-    """Targets with `dim` dimensions, which the projection takes. Errors give `shape` as the
-    expected shape."""
+    """Targets of `dim` dimensions, which the projection takes. Errors give `shape` as expected."""
     check_layer_tensor("targets", targets, shape, projection)
     if targets.dim() != dim or targets.shape[-1] != width:
         raise ValueError(

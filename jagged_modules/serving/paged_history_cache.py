@@ -160,8 +160,7 @@ class PagedHistoryCache:
             return self._is_cached(user, self._current_weights())
 
     def users(self) -> list[Hashable]:
-        """The users that are cached with the layer's present weights, from the least to the most
-        recently used one."""
+        """The users cached with the layer's present weights, the least recently used first."""
         with self._lock:
             weights = self._current_weights()
             known = {} if self._table is None else self._table.users
@@ -369,8 +368,7 @@ class PagedHistoryCache:
                     self._last_copy = torch.cuda.current_stream(self._rows.device).record_event()
 
     def _current_weights(self) -> int:
-        """The version of the layer's parameters and buffers: equal while nobody writes to them or
-        replaces them."""
+        """Of the layer's parameters and buffers: equal while nobody writes to or replaces them."""
         layer: Any = self.layer
         parts = (
             vars(x)[kind].values()
@@ -417,8 +415,7 @@ class PagedHistoryCache:
         return self._table
 
     def _wait_for_readers(self) -> None:
-        """Before a write: wait for the streams that read the pages of histories that exist no
-        more."""
+        """Before a write: wait for the streams that read pages of histories that are gone."""
         while self._readers:
             stream = self._readers.pop()
             torch.cuda.current_stream(stream.device).wait_stream(stream)
@@ -431,8 +428,7 @@ class PagedHistoryCache:
     def _write(
         self, users: Sequence[Hashable], rows: HistoryCache, ranges: Sequence[RowRange]
     ) -> None:
-        """Copy the rows to these ranges. If that fails, for example without memory, the users are
-        forgotten."""
+        """Copy the rows to these ranges. If that fails, the users are forgotten."""
         try:
             self._rows.write(rows, ranges)
         except BaseException:
@@ -448,8 +444,7 @@ class PagedHistoryCache:
         return self._rows.history(layers, self.layer.max_cached_rows)
 
     def _pin(self, table: PageTable, known: Sequence[UserPages]) -> HistoryCache:
-        """The rows of these users in their pages, which are pinned as long as the memory of their
-        page table exists."""
+        """The users' rows in their pages, which are pinned as long as their page table exists."""
         layers = self._rows.in_pages(known, [x.length for x in known])
         pinned = [page for x in known for page in x.pages]
         device = self._rows.device
@@ -461,8 +456,7 @@ class PagedHistoryCache:
         return self._history(layers)
 
     def _with_room(self, known: Sequence[UserPages], ranges: Sequence[RowRange]) -> HistoryCache:
-        """The rows of these users from the start of their pages, with these ranges after them as
-        room."""
+        """The users' rows from the start of their pages, with these ranges after them as room."""
         layers = self._rows.in_pages(known, [x.begin for x in ranges])
         for layer, room in zip(layers, self._rows.rooms(known, ranges)):
             layer.room = room

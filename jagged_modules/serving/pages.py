@@ -29,10 +29,8 @@ class CacheFull(ValueError):
 
 @dataclasses.dataclass
 class UserPages:
-    """The pages of one user: rows first to first + length of them.
-
-    weights: the version of the weights that computed the rows.
-    """
+    """The pages of one user: rows first to first + length of them. weights: the version of the
+    weights that computed the rows."""
 
     weights: int
     pages: array[int] = dataclasses.field(default_factory=lambda: array("q"))
@@ -166,8 +164,7 @@ class PageTable:
         return -(-rows // self.page_rows)
 
     def _check(self, pages: int, users: int, pinned: int) -> None:
-        """CacheFull unless so many pages can be had for these users. pinned: pages that they cannot
-        have."""
+        """CacheFull unless these users can have so many pages. pinned: what they cannot have."""
         if pages > self.num_pages - pinned:
             read = f" of which selected histories read {pinned}," if pinned else ""
             raise CacheFull(

@@ -41,15 +41,13 @@ class Analysis:
     whole: dict[fx.Node, Lineage] = field(default_factory=dict)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """The operands of a node that have a lineage, without those that it uses in full where it
-        moves."""
+        """A node's operands with a lineage, without those that it uses in full where it moves."""
         in_full = self.moves[node].in_full if node in self.moves else ()
         return [x for x in node.all_input_nodes if x in self.lineages and x not in in_full]
 
     def permutes_gathered(self, node: fx.Node) -> bool:
         """Whether a moved value is needed in full as the permutation of its gathered operand, which
-        costs nothing: of a permuted base, elements would be gathered one by one.
-        """
+        costs nothing: of a permuted base, elements would be gathered one by one."""
         return (
             node in self.moves
             and node.target in PERMUTATIONS
@@ -64,10 +62,8 @@ def analyse(
     known: Set[Size],
 ) -> Analysis:
     """The lineages of all values, from those of the inputs and from operators that repeat rows.
-
     known: the symbols that are a size of an input. A lineage that needs another size for its gather
-    is none.
-    """
+    is none."""
     result = Analysis(lineages=dict(inputs))
     for node in graph.nodes:
         if node.op != "call_function" or node in result.lineages:

@@ -169,9 +169,7 @@ def with_checked_entries(
     """Let `fused` refuse containers with other entries than the example's, KeyedJaggedTensors with
     other keys, which the graph has by position, and another number of samples: those of `names`
     (request_only) have one per user, others that have one per row in the example one per candidate.
-
-    example: its entries by name. arguments: of forward, by position.
-    """
+    example: its entries by name. arguments: of forward, by position."""
     keys = {name: list(x.keys()) for name, x in example.items() if is_keyed_jagged(x)}
     containers = {
         argument: _inside(argument, example) for argument in arguments if argument not in example

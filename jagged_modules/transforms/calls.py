@@ -53,8 +53,7 @@ class Call:
         return self._lineages.get(x) if isinstance(x, fx.Node) else None
 
     def shape(self, x: Any = None) -> tuple[Size, ...]:
-        """The shape of a tensor argument, or of the result, or of a multiple result's first
-        tensor."""
+        """The shape of a tensor argument, or of the result or the first of several results."""
         return shape_of(first_of((self.node if x is None else x).meta["val"]))
 
     def dim(self, name: str, ndim: int) -> int:
@@ -104,8 +103,7 @@ def bind(node: fx.Node) -> dict[str, Any]:
 
 
 def unbind(target: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a call. Keyword arguments that equal their default are
-    left out."""
+    """Positional and keyword arguments of a call, without keywords that equal their default."""
     args, kwargs = [], {}
     for argument in target._schema.arguments:
         if argument.name not in arguments:
@@ -167,8 +165,7 @@ def own_rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for aten operators `name.overload`. Operators that this version of torch
-    lacks are skipped."""
+    """Registers a rule for aten operators `name.overload`, but those that this torch lacks."""
 
     def register(function: Rule) -> Rule:
         for name in names:

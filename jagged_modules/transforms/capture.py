@@ -125,8 +125,7 @@ def captured_from(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Captured:
-    """A graph of its own, with the parameters and buffers of the model. The arguments are those of
-    `export`."""
+    """A graph with the model's parameters and buffers. The arguments are those of `export`."""
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     # they compare inputs with the example, and wrap the attributes in one more call
@@ -148,8 +147,7 @@ def captured_from(
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
-    """Remove the assertions that a size is at least 2. They are torch.export's own, for sizes that
-    are no input's."""
+    """Remove torch.export's assertions that sizes, of no input, are at least 2."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         condition = node.args[0]
         if (
@@ -170,8 +168,7 @@ def bound_inputs(
 def named(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of the inputs: tensors, KeyedJaggedTensors and values of other types. Their names
     are those of forward's parameters, with the keys, positions and fields that lead to an entry of
-    a container: "features.user.age".
-    """
+    a container: "features.user.age"."""
     entries: dict[str, Any] = {}
     for name, x in inputs.items():
         if isinstance(x, torch.Tensor) or is_keyed_jagged(x):
@@ -247,11 +244,8 @@ def dims_of(x: Any, dims: Callable[[Any], Any]) -> Any:
 
 def _with_one_batch(model: nn.Module, replicated: Sequence[str]) -> nn.Module:
     """The model, with its own parts, for torch.export: all plain inputs with the rows of the
-    `replicated` ones have one symbol for them.
-
-    torch.export would find out only where an operator compares them, and otherwise compute with
-    fractions of two symbols.
-    """
+    `replicated` ones have one symbol for them. torch.export would find out only where an operator
+    compares them, and otherwise compute with fractions of two symbols."""
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         symbols = [
@@ -270,8 +264,7 @@ def _with_one_batch(model: nn.Module, replicated: Sequence[str]) -> nn.Module:
 
 
 class FirstSize(NamedTuple):
-    """The first size of a tensor: the input that has it, its name in the guards of a capture, and
-    its value."""
+    """A tensor's first size: the input that has it, its name in a capture's guards, its value."""
 
     name: str
     guard: str

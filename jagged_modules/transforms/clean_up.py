@@ -46,11 +46,8 @@ def clean_up(graph: fx.Graph, keep: Set[fx.Node] = frozenset()) -> None:
 
 def _drop_identities(graph: fx.Graph, keep: Set[fx.Node]) -> None:
     """Replace copies, slices of everything, views to the same shape and layers' clearing of no row
-    by their operand.
-
-    A copy stays if the caller, or an operator of another library, gets it or a view of it: they may
-    write to it or need its strides.
-    """
+    by their operand. A copy stays if the caller, or an operator of another library, gets it or a
+    view of it: they may write to it or need its strides."""
     for node in _operators(graph, keep):
         is_spare_copy = node.target in COPIES and not _is_handed_out(node)
         if is_spare_copy or _is_whole(node) or _clears_no_row(node):
@@ -124,8 +121,7 @@ def _is_whole(node: fx.Node) -> bool:
 
 
 def _clears_no_row(node: fx.Node) -> bool:
-    """Whether rows behind the last segment are filled (functional/tail.py), of segments that have
-    all rows."""
+    """Whether it fills rows behind the last of segments that have all rows (functional/tail.py)."""
     if node.target is not aten.masked_fill.Scalar:
         return False
     x, behind, _ = positional(node)
@@ -402,8 +398,7 @@ def _is_view(node: Any) -> bool:
 
 
 def _chain(end: Any, keep: Set[fx.Node]) -> Chain | None:
-    """The longest chain of views to `end` that factors describe, and whose other results nothing
-    else reads."""
+    """The longest chain of views to `end` that factors describe and that nothing else reads."""
     nodes: list[fx.Node] = []
     while is_tensor(end) and _is_view(end) and end not in keep:
         if nodes and len(end.users) > 1:
@@ -480,8 +475,7 @@ def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node, **kwargs: Any)
 def _shape_of_product(target: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The shape of a product, None of other operators. In torch 2.11, linear and matmul read sizes
     of fake operands as numbers, and symbols become these. Batches of both operands are the same, or
-    one has none.
-    """
+    one has none."""
     if target is aten.linear.default:
         return (*given[0].shape[:-1], given[1].shape[0])
     if target is aten.matmul.default:
@@ -491,8 +485,7 @@ def _shape_of_product(target: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | 
 
 
 def _replace(graph: fx.Graph, node: fx.Node, new: fx.Node) -> None:
-    """Unless torch finds another shape, for instance because it does not simplify a quotient of
-    sizes."""
+    """Unless torch finds another shape, as if it does not simplify a quotient of sizes."""
     if shape_of(new.meta["val"]) == shape_of(node.meta["val"]):
         node.replace_all_uses_with(new)
         graph.erase_node(node)

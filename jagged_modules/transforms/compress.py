@@ -47,8 +47,7 @@ class Compression:
 
     @property
     def reads(self) -> set[tuple[fx.Node, fx.Node]]:
-        """As of `TargetAttention`: none, because the product with the users' embeddings has a
-        lineage itself."""
+        """None: the product with the users' embeddings has a lineage itself."""
         return set()
 
 
@@ -76,14 +75,9 @@ def find_compressions(graph: fx.Graph, analysis: Analysis) -> dict[fx.Node, Comp
                     and not embeddings.is_uniform
                 ):
                     found[node] = Compression(
-                        node,
-                        shared.args[0],
-                        shared.args[1],
-                        own.args[0],
-                        own.args[1],
-                        (own, shared),
-                        embeddings,
-                    )
+                        node, shared.args[0], shared.args[1], own.args[0], own.args[1],
+                        (own, shared), embeddings,
+                    )  # fmt: skip
                     break
     return found
 

@@ -74,8 +74,7 @@ class Replication:
 
 
 def own_replication(captured: Captured, analysis: Analysis) -> Replication | None:
-    """The replication of a model that does it itself. None unless all numbers of rows are sizes of
-    its inputs."""
+    """Of a model that replicates rows itself. None unless their numbers are sizes of its inputs."""
     sizes: dict[Size, Rows] = {}
     for name, nodes in captured.inputs.items():
         value = nodes[0].meta.get("val") if len(nodes) == 1 else None
@@ -92,10 +91,8 @@ def own_replication(captured: Captured, analysis: Analysis) -> Replication | Non
 
 def with_fallback(fused: fx.GraphModule, model: nn.Module, replication: Replication) -> None:
     """Let `fused` run the model if there are no fewer users than candidates, or always. Not in
-    exported programs: their sizes are symbols, and their operators those of the graph.
-
-    Calls that are no valid ones run the graph, which raises the errors.
-    """
+    exported programs: their sizes are symbols, and their operators those of the graph. Calls that
+    are no valid ones run the graph, which raises the errors."""
     parameters = inspect.signature(model.forward).parameters
     if any(x.kind not in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) for x in parameters.values()):
         return

@@ -123,8 +123,7 @@ class Distributor:
 
     def partitions(self, x: fx.Node, dim: int) -> list[list[Part]]:
         """Parts by all maps, and, if there are several, by that to the fewest rows alone: lookups
-        in small tables have maps of their own, and each part costs an addition.
-        """
+        in small tables have maps of their own, and each part costs an addition."""
         parts = self.parts(x, dim)
         shares = {
             self._maps(part.node): self.costs.share(part.lineage) for part in parts if part.lineage
@@ -135,10 +134,8 @@ class Distributor:
 
     def parts(self, x: fx.Node, dim: int, only: Any = None) -> list[Part]:
         """The parts of x along a dimension, neighbours of one lineage as one. Empty unless some but
-        not all of them have one lineage.
-
-        only: the maps of which parts are set apart; None for all.
-        """
+        not all of them have one lineage. only: the maps of which parts are set apart; None for
+        all."""
         ndim = x.meta["val"].dim()
         groups = self._groups(self._pieces(x, dim % ndim), only)
         sizes = [[shape_of(node.meta["val"])[dim % ndim] for node in group] for group in groups]
@@ -183,8 +180,7 @@ class Distributor:
         return lineage.maps if only in (None, lineage.maps) else None
 
     def _pieces(self, x: fx.Node, dim: int) -> list[fx.Node]:
-        """Values whose concatenation along `dim` is x. Views and unary operators are applied to
-        each."""
+        """Values whose concatenation along `dim` is x: views and unary operators of each."""
         if not is_operator(x) or self._lineage(x) is not None:
             return [x]
         call, shape = Call(x, {}), shape_of(x.meta["val"])

@@ -176,8 +176,7 @@ class Emitter:
 
     def _check_inputs(self, placeholders: Sequence[fx.Node]) -> None:
         """Check what the capture holds for: numbers among the inputs and their sizes, and sizes
-        that occur twice. Those of the batch are compared by checked_map.
-        """
+        that occur twice. Those of the batch are compared by checked_map."""
         of_batch: set[Size] = set()
         if self.batch is not None:
             inputs = self.batch.map, *self.batch.users, *self.batch.candidates
@@ -220,8 +219,7 @@ class Emitter:
         return Decisions(self.moved | self._per_user, fused, joined, dead, gathered)
 
     def _value_of_users(self, x: fx.Node) -> Any:
-        """What an embedding bag of the users reads: values of their input, sizes with U for C, and
-        weights."""
+        """What the users' embedding bag reads: their values, sizes with U for C, and weights."""
         if x in self._of_users:
             return self._of_users[x]
         assert self.batch is not None
@@ -291,8 +289,7 @@ class Emitter:
         return self.call(aten.where.self, self.call(aten.lt.Scalar, index, 0), from_end, index)
 
     def select(self, x: fx.Node, dim: int, index: fx.Node, wraps: bool) -> fx.Node:
-        """x[index] along a dimension. wraps: whether negative indices count from the end, as they
-        do for index.Tensor."""
+        """x[index] along a dimension. wraps: negative indices count from the end (index.Tensor)."""
         if wraps:
             return self.call(aten.index.Tensor, x, [None] * dim + [index])
         return self.call(aten.index_select.default, x, dim, index)

@@ -61,10 +61,8 @@ class Choice:
 
 
 def guarded(first: fx.Graph, second: fx.Graph, guard: Guard, users: str, per_user: int) -> fx.Graph:
-    """A graph that runs `second` where the guard holds, else `first`.
-
-    users: the name of an input of both with `per_user` rows for each user.
-    """
+    """A graph that runs `second` where the guard holds, else `first`. users: the name of an input
+    of both with `per_user` rows for each user."""
     attributes = [x for graph in (first, second) for x in graph.find_nodes(op="get_attr")]
     paths = list(dict.fromkeys(str(x.target) for x in attributes))
     choice = Choice(guard, _without_state(first, paths), _without_state(second, paths), per_user)

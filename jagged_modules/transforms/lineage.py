@@ -49,11 +49,8 @@ class Map:
 @dataclass(frozen=True)
 class Lineage:
     """The value is base[maps[0]][maps[1]]... along dimension `dim`, whose size is pre · rows ·
-    post.
-
-    `base` has `maps[0].rows_in` rows, the value `maps[-1].rows_out`. Several maps are nested
-    levels: vendors of users of candidates.
-    """
+    post. `base` has `maps[0].rows_in` rows, the value `maps[-1].rows_out`. Several maps are nested
+    levels: vendors of users of candidates."""
 
     maps: tuple[Map, ...]
     dim: int
@@ -95,8 +92,7 @@ def product(sizes: Sequence[Size]) -> Size:
 
 
 def exact_quotient(a: Size, b: Size) -> Size | None:
-    """a / b if it is an integer for all values of the symbols, as far as algebra shows; else
-    None."""
+    """a / b if algebra shows that it is an integer for all values of the symbols, else None."""
     if a == b:
         return sympy.Integer(1)
     quotient = sympy.cancel(a / b)
@@ -105,12 +101,9 @@ def exact_quotient(a: Size, b: Size) -> Size | None:
 
 def refold(lineage: Lineage, before: Sequence[Size], after: Sequence[Size]) -> Lineage | None:
     """The lineage after a view from shape `before` to shape `after`, or None if the view splits
-    rows.
-
-    A view keeps the row-major order of elements. The elements before the rows in this order (all
-    outer indices) and behind them (all inner ones) must be whole dimensions, or factors of the
-    dimension that holds the rows. Only the value's own shape is used.
-    """
+    rows. A view keeps the row-major order of elements. The elements before the rows in this order
+    (all outer indices) and behind them (all inner ones) must be whole dimensions, or factors of the
+    dimension that holds the rows. Only the value's own shape is used."""
     outer, prefix = product(before[: lineage.dim]) * lineage.pre, sympy.Integer(1)
     for dim, size in enumerate(after):
         pre = exact_quotient(outer, prefix)
@@ -139,11 +132,9 @@ def terms(size: Size) -> list[Size]:
 
 def common(lineages: Sequence[Lineage]) -> Lineage | None:
     """The lineage of a result whose operands have these lineages, given by dimensions of the
-    result; None if they do not match.
-
-    Of nested maps, the common inner levels remain. A uniform operand matches any other. Bases of
-    different sizes match if the map is the same: no index is past the smaller one.
-    """
+    result; None if they do not match. Of nested maps, the common inner levels remain. A uniform
+    operand matches any other. Bases of different sizes match if the map is the same: no index is
+    past the smaller one."""
     real = [x for x in lineages if not x.is_uniform]
     if not real:
         first = lineages[0]

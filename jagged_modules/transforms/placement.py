@@ -112,12 +112,7 @@ class Cost:
 
 
 class Costs:
-    """Costs of the values of a graph.
-
-    Args:
-        analysis: of the graph.
-        estimate: the value of a size.
-    """
+    """Costs of the values of a graph. analysis: of the graph. estimate: the value of a size."""
 
     def __init__(self, analysis: Analysis, estimate: Callable[[Size], int]) -> None:
         self.analysis, self.estimate = analysis, estimate
@@ -200,8 +195,7 @@ class Costs:
         return self.gather_along(node, lineage, share)
 
     def gather_along(self, node: fx.Node, lineage: Lineage, share: float = 1.0) -> Cost:
-        """Of a gather of the rows of a value, whose position the lineage tells. share: of the
-        rows."""
+        """Of a gather of a value's rows, whose position the lineage tells. share: of the rows."""
         value = flat(node.meta["val"])[0]
         outer = product(shape_of(value)[: lineage.dim]) * lineage.pre
         vectors = outer == 1 and self.is_vector(value, lineage.dim + 1, lineage.post)
@@ -307,10 +301,8 @@ def by_cost(
     analysis: Analysis, costs: Costs, read_in_place: Set[tuple[fx.Node, fx.Node]] = frozenset()
 ) -> set[fx.Node]:
     """The nodes to compute on the smaller side, sources included, at the least estimated cost.
-
     read_in_place: pairs of a value and an operator that reads its base if there is one, instead of
-    the gathered value.
-    """
+    the gathered value."""
     import networkx
 
     graph, inside = networkx.DiGraph(), analysis.lineages
@@ -329,8 +321,7 @@ def _add_choice(
     costs: Costs,
     read_in_place: Set[tuple[fx.Node, fx.Node]],
 ) -> None:
-    """Edges of a node, which is on the side "base" or "full" of the cut. An edge is paid if it goes
-    from base to full."""
+    """Edges of a node on the side "base" or "full" of the cut. From base to full, they are paid."""
 
     def add(start: Any, end: Any, cost: float) -> None:
         if graph.has_edge(start, end):

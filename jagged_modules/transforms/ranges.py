@@ -90,8 +90,7 @@ def corners_of(max_batch: MaxBatch) -> list[Point]:
 class Guard:
     """Where the second of two placements costs less: users · U + candidates · C + constant > 0,
     with numbers of bytes. Printable. Costs are sums of bytes and FLOPs of rows, so they are linear
-    in the numbers of rows.
-    """
+    in the numbers of rows."""
 
     users: int
     candidates: int
@@ -122,10 +121,8 @@ def guard_between(
 
 def cheapest(costs: Sequence[Mapping[Point, float]], tolerance: float) -> tuple[int, ...]:
     """One placement if it costs at each point at most `tolerance` more than the best one there,
-    else the two whose better one is closest to the best.
-
-    costs: of each placement, at each point.
-    """
+    else the two whose better one is closest to the best. costs: of each placement, at each
+    point."""
     best = {point: min(own[point] for own in costs) for point in costs[0]}
 
     def excess(chosen: tuple[int, ...]) -> float:
@@ -146,11 +143,8 @@ def cheapest(costs: Sequence[Mapping[Point, float]], tolerance: float) -> tuple[
 
 
 class Sizes:
-    """The sizes of the values of a new graph.
-
-    Args:
-        captured, batch, analysis, decisions: what the new graph was made of.
-    """
+    """The sizes of the values of a new graph. captured, batch, analysis, decisions: what the new
+    graph was made of."""
 
     def __init__(
         self, captured: Captured, batch: Batch | None, analysis: Analysis, decisions: Decisions

@@ -120,10 +120,8 @@ def compress(
 
 
 def group_candidates(candidate_to_user: Tensor, users: Tensor) -> CandidateIndex:
-    """The candidates by user, for all attentions of a graph. `users` has one row per user.
-
-    The index has one more user without candidates, to whom the hidden keys belong.
-    """
+    """The candidates by user, for all attentions of a graph. `users` has one row per user. The
+    index has one more user without candidates, to whom the hidden keys belong."""
     return CandidateIndex.from_map(candidate_to_user.long(), users.shape[0] + 1)
 
 
@@ -292,8 +290,7 @@ def attend_equal_segments(
     output_scale: float,
     implementation: str,
 ) -> tuple[Tensor]:
-    """`jagged_attention` of segments of q_rows queries `[B · q_rows, H, D]` and kv_rows keys each.
-    mask: `MaskParams`."""
+    """`jagged_attention` of segments of q_rows queries and kv_rows keys. mask: `MaskParams`."""
     num_segments = k.shape[0] // kv_rows
     kv_offsets = _equal_segments(num_segments, kv_rows, k.device)
     q_offsets = kv_offsets if q_rows == kv_rows else _equal_segments(num_segments, q_rows, k.device)

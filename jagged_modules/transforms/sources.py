@@ -19,13 +19,8 @@ CREATORS = [f"aten::{new}{name}" for new in ("", "new_") for name in ("zeros", "
 
 
 class Source:
-    """A value that repeats rows of `operand`.
-
-    Attributes:
-        operand: the tensor whose rows are repeated.
-        lineage: of the value. It extends the operand's own lineage, if that is along the same
-            dimension.
-    """
+    """A value that repeats rows of `operand`. operand: the tensor whose rows are repeated. lineage:
+    of the value. It extends the operand's own lineage, if that is along the same dimension."""
 
     def __init__(self, operand: fx.Node, lineage: Lineage) -> None:
         self.operand, self.lineage = operand, lineage
@@ -131,8 +126,7 @@ def _expanded_from(index: fx.Node, dim: int) -> fx.Node | None:
 
 def find_uniform(call: Call) -> Moved | None:
     """A result whose rows are all the same along a dimension: expand, zeros, ones, full. Its base
-    has one row. x.new_zeros and the like read the dtype and the device of x alone.
-    """
+    has one row. x.new_zeros and the like read the dtype and the device of x alone."""
     name, shape = str(call.target._schema.name), call.shape()
     if name == "aten::expand" and call.only():
         own = call.shape(call["self"])

@@ -173,10 +173,8 @@ class Group:
 
 def groups_of(x: fx.Node, analysis: Analysis, costs: Costs) -> tuple[list[Group], list[fx.Node]]:
     """The terms of x by their rows, and the operators that make x of them. No groups unless some
-    term has fewer rows than x, or is part of a sum.
-
-    Candidates' terms come first, those of the most rows before the others, then the users'.
-    """
+    term has fewer rows than x, or is part of a sum. Candidates' terms come first, those of the most
+    rows before the others, then the users'."""
 
     def lineage_of(node: fx.Node) -> Lineage | None:
         lineage = analysis.lineages.get(node)

@@ -42,6 +42,7 @@ BUILDERS = {
     "jagged_max": rows.jagged_max,
     "jagged_first": rows.part("jagged_first"),
     "jagged_last": rows.part("jagged_last"),
+    "jagged_between": rows.jagged_between,
     "jagged_select": rows.jagged_select,
     "jagged_to_padded": rows.jagged_to_padded,
     "padded_to_jagged": rows.padded_to_jagged,

@@ -41,15 +41,12 @@ def din_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         return dict(out=call.call(*call.tensors.values(), implementation=o["implementation"]))
 
     def model(inputs, gradients):
-        host = {key: x.detach().cpu() for key, x in (inputs | fixed).items()}
-        case = problem(host, users.cpu(), torch.tensor([0, *keys]).cumsum(0))
-        do = gradients["out"].cpu()
-        with roundings_of_kernels(case):
-            bounds = accuracy.definition(case.definition, host, do, samples=32)
         device = gradients["out"].device
-        return {
-            x: bounds[x].map(lambda z: z.to(device)) for x in ("out", *(f"d{x}" for x in inputs))
-        }
+        given = {key: x.detach() for key, x in (inputs | fixed).items()}
+        case = problem(given, users.to(device), torch.tensor([0, *keys], device=device).cumsum(0))
+        with roundings_of_kernels(case):
+            bounds = accuracy.definition(case.definition, given, gradients["out"], samples=32)
+        return {x: bounds[x] for x in ("out", *(f"d{x}" for x in inputs))}
 
     segments = dict(q=users, out=users) | dict.fromkeys("kv", make.segments(keys))
     if o["activation"] == "dice":  # its statistics are those of all pairs

@@ -239,6 +239,40 @@ def part(name: str) -> Callable:
     return build
 
 
+def jagged_between(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    (lengths,) = lengths
+    offsets, times = make.offsets("offsets", lengths), make.integers(0, 20, sum(lengths))
+    segments, bounds, limits = make.segments(lengths), {}, {}
+    for name, least in (("start", 0), ("end", 10)):
+        limit = bounds[name] = o[name]
+        if limit == "each":
+            limit = make.integers(least, least + 10, len(lengths))
+            bounds[name] = make.index(name, limit)
+            limit = limit.to(make.device)[segments]
+        limits[name] = least * 2 if limit is None else limit
+    times = times.to(make.device)
+    taken = (times >= limits["start"]) & (times < limits["end"])
+    index = taken.nonzero()[:, 0]
+    counts = [int(x.sum()) for x in taken.split(lengths)]
+
+    def model(inputs, gradients):
+        x, do, exact = inputs["x"], gradients["out"], accuracy.Bound.exact
+        out, dx = torch.zeros_like(do), torch.zeros_like(x)
+        out[: len(index)] = x[index]
+        dx[index] = do[: len(index)]
+        return dict(out=exact(out), dx=exact(dx), offsets=offsets_of(counts))
+
+    times = make.index("times", times)
+    return Call(
+        dict(x=make.tensor(sum(lengths), o["columns"])),
+        lambda x: dict(
+            zip(("out", "offsets"), F.jagged_between(x, offsets, times=times, **bounds))
+        ),
+        model,
+        dict(x=segments),
+    )
+
+
 def jagged_select(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
     offsets, segments = make.offsets("offsets", lengths), len(lengths)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from jagged_kernels.kernels_used import table
 
+from ..kernels_used import table
 from ..marks import SLOW
 from .cases import CASES, Case, Compressed
 

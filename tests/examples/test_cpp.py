@@ -9,12 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch.utils._pytree import tree_leaves
 
 import jagged_modules as jm
+from jagged_modules import cpp_library
 from jagged_modules import functional as F
 
 from ..marks import PATIENCE
@@ -176,10 +180,86 @@ def test_every_layer(built, tmp_path):
     patch = torch.fx.experimental._config.patch(backed_size_oblivious=True)
     with torch.no_grad(), patch:
         program = torch.export.export(model, inputs_of_every_layer(5, 30, 9), dynamic_shapes=shapes)
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        cpp_library.package(program, path)
     with Server(built, path) as server, torch.no_grad():
         for _ in range(50):
             inputs = inputs_of_every_layer(*random_sizes())
             answer = server(*inputs)
             assert not isinstance(answer, str), answer
             torch.testing.assert_close(list(answer), tree_leaves(model(*inputs)))
+
+
+class Attend(torch.nn.Module):
+    """The kernel that lists the tiles of a causal mask reads no tensor."""
+
+    def forward(self, q: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        mask = jm.AttentionMask(causal=True)
+        return F.jagged_attention(q, q, q, offsets, mask=mask, implementation="triton")
+
+
+def inputs_of_attend(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    return torch.randn(int(offsets[-1]), 2, 16), offsets
+
+
+def write_as_torch_2_11(wrapper: CppWrapperCpu, line: object) -> None:
+    """A line of a package, which ignores errors of operators."""
+    checked = "AOTI_TORCH_ERROR_CODE_CHECK("
+    if isinstance(line, str) and line.startswith(f"{checked}aoti_torch_proxy_executor_call"):
+        line = line.removeprefix(checked).removesuffix(");") + ";"
+    PythonWrapperCodegen.writeline(wrapper, line)
+
+
+@pytest.fixture(scope="module")
+def launches(built, tmp_path_factory):
+    """What launches kernels in the server, by a library in place of CUDA's driver; and their
+    names. The package is beside it."""
+    pytest.importorskip("triton")
+    from ..jagged_modules.test_cpp_launches import Library
+
+    library = Library(tmp_path_factory.mktemp("launches"))
+    (library.folder / "server").symlink_to(built / "server")
+    rows, users = torch.export.Dim("rows"), torch.export.Dim("users")
+    program = cpp_library.export_for_cuda(
+        Attend(),
+        inputs_of_attend(3, 0, 5),
+        library.folder,
+        (9, 0),
+        dynamic_shapes=({0: rows}, {0: users + 1}),
+    )
+    names = library.describe_all(program)
+    with mock.patch.object(CppWrapperCpu, "writeline", write_as_torch_2_11):
+        cpp_library.package(program, library.folder / "model.pt2")
+    return library, names
+
+
+@pytest.fixture
+def launching(launches, monkeypatch):
+    """The server's environment."""
+    library, _ = launches
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library.folder))
+    monkeypatch.setenv("DRIVER_RECORD", str(library.record))
+    monkeypatch.setenv("JAGGED_CUBINS", str(library.folder))
+    return launches
+
+
+def test_a_package_launches_kernels(launching):
+    library, names = launching
+    assert "masked_list_kernel" in names
+    with Server(library.folder, library.folder / "model.pt2") as server:
+        for lengths in [(20, 7), (1,), (300,) * 9]:
+            q, offsets = inputs_of_attend(*lengths)
+            answer = server(q, offsets)
+            assert not isinstance(answer, str), answer
+            assert answer[0].shape == q.shape
+            launched = [x.split()[0] for x in library.recorded() if "attribute" not in x]
+            assert launched == names
+
+
+def test_an_operators_error_is_the_answer(launching, monkeypatch):
+    """Of packages that torch 2.11 makes, too."""
+    library, _ = launching
+    monkeypatch.delenv("JAGGED_CUBINS")
+    with Server(library.folder, library.folder / "model.pt2") as server:
+        answer = server(*inputs_of_attend(20, 7))
+    assert "JAGGED_CUBINS must be the folder of" in answer

@@ -17,6 +17,7 @@ OTHERS = {  # text → options of the programs; all are the same events
     "b x\na  x\n\nb y\n": ["--columns", "user=1", "item=2"],
     "x|9|b\nx|9|a\ny|9|b\n": ["--columns", "user=3", "item=1", "--separator", "|"],
     '"u";"i"\nb;x\n"a";x\nb;"y"\n': ["--columns", "user=u", "item=i", "--separator", ";"],
+    '"b";"x";1\n"a";x;2\nb;"y";3\n': ["--columns", "user=1", "item=2"],
     "b\tx\na\tx\nb\ty\n": [],
     "user_id,product_id\nb,x\na,x\nb,y\n": [],
     "q,r\nb,x\na,x\nb,y\n": ["--header", "--columns", "user=1", "item=2"],
@@ -228,6 +229,7 @@ def test_a_character_that_ends_lines_elsewhere(tmp_path, character):
     [
         ("", "small.txt is empty"),
         ("1 2 3\n\n2\n", "small.txt, line 3: expected ids .* user 2 has no items"),
+        ("1|2\n", "small.txt, line 1: .* If a line has columns, give --separator"),
         ("1 2 3\n2 4\n1 5\n", "small.txt, line 3: .* one line per user; user 1 has line 1 too"),
         ("1 2 3\n2 4\t5\n", r"small.txt, line 2: expected ids .* separator of columns, not '\\t'"),
         (

@@ -1,6 +1,7 @@
 """`--help` of each program describes each option and its default."""
 
 import argparse
+import ast
 import runpy
 import sys
 from pathlib import Path
@@ -36,7 +37,9 @@ def parser_of(program, monkeypatch):
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 def test_each_option_has_a_text_and_a_default(program, monkeypatch):
     parser = parser_of(program, monkeypatch)
-    assert parser.description
+    module = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8")))
+    paragraph, description = module.partition("\n\n")[0].split(), parser.description.split()
+    assert description and (len(description) >= len(paragraph) or description[-1][-1] == ".")
     options = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
     assert options and [action.option_strings for action in options if not action.help] == []
     text = " ".join(parser.format_help().split())

@@ -491,3 +491,11 @@ def test_attention_weights(served):
     torch.testing.assert_close(alone[0], weights[1])
     assert ranker_of(served["hstu"]).attention(4, np.array([5])) is None
     assert ranker.device == CPU
+
+
+@pytest.mark.parametrize("program", [train_dlrm, train_hstu], ids=lambda x: x.__name__)
+def test_a_log_that_is_no_longer_where_the_training_had_it(tmp_path, program):
+    settings = {"data": "gone.csv"}
+    with pytest.raises(FileNotFoundError, match="no file or folder gone.csv, .*: give --data"):
+        options_of(program, settings, None)
+    assert options_of(program, settings, str(tmp_path)).data == str(tmp_path)

@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
-from jagged_kernels.kernels_used import document
+
+from ..kernels_used import document
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels-used.md"
 
 
 def test_the_page_is_up_to_date():
-    assert PAGE.read_text() == document(), f"run: python -m jagged_kernels.kernels_used {PAGE}"
+    assert PAGE.read_text() == document(), f"run: python -m tests.kernels_used {PAGE}"
 
 
 @pytest.mark.parametrize(

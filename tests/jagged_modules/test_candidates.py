@@ -91,6 +91,13 @@ def test_query_rows_of_a_user():
     assert index.query_offsets(4).tolist() == [0, 12, 12, 20]
     assert index.query_offsets(4) is index.query_offsets(4), "computed once for all layers"
     assert index.query_segments(4).host_lengths.tolist() == [12, 0, 8]
+    strided = torch.tensor([[0, 7], [3, 7], [3, 7], [5, 7]])[:, 0]
+    index = jm.CandidateIndex.from_offsets(strided)
+    segments = [index.parsed_queries(5), index.query_segments(1), index.parsed_queries(5)]
+    assert segments[0].offsets.is_contiguous()
+    assert all(x.offsets is segments[0].offsets for x in segments), "copied once"
+    segments = jm.Jagged(torch.randn(5, 2), strided).query_segments(1)
+    assert segments.offsets.is_contiguous() and segments.host_lengths.tolist() == [3, 0, 2]
     assert index.query_offsets(3).tolist() == [0, 9, 9, 15], (
         "another layer may have another number of rows"
     )

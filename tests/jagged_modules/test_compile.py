@@ -430,6 +430,10 @@ JAGGED = {
     "jagged_mean": lambda x, w, offsets: F.jagged_mean(x, offsets) * w.sum(),
     "jagged_max": lambda x, w, offsets: F.jagged_max(x, offsets) * w.sum(),
     "jagged_last": lambda x, w, offsets: F.jagged_sum(*F.jagged_last(x, offsets, 2)) * w.sum(),
+    "jagged_between": lambda x, w, offsets: (
+        F.jagged_between(x, offsets, times=x[:, 0], start=0, end=offsets[1:].to(x))[0].sum()
+        * w.sum()
+    ),
     "jagged_select": lambda x, w, offsets: (
         F.jagged_select(x, offsets, offsets[:1].repeat(2), 2 * x.shape[0])[0] * w.sum()
     ),

@@ -32,13 +32,17 @@ class Library:
     def __init__(self, folder: Path):
         self.folder, self.record = folder, folder / "record.txt"
         source = Path(__file__).with_name("recording_driver.cpp")
-        self.driver, library = folder / "libcuda.so.1", folder / "launch.so"
+        self.driver, self.path = folder / "libcuda.so.1", folder / "libjagged_modules.so"
         shared = "g++", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"
         subprocess.run([*shared, source, "-o", self.driver], check=True)
-        ctypes.CDLL(str(self.driver), mode=ctypes.RTLD_GLOBAL)
-        command = [x for x in cpp_library.command(library) if not x.endswith("attention.cpp")]
+        command = [x for x in cpp_library.command(self.path) if not x.endswith("attention.cpp")]
         subprocess.run([*command, '-DLAUNCHES_ON="CPU"'], check=True)
-        torch.ops.load_library(str(library))
+
+    def load(self) -> "Library":
+        """Into this process."""
+        ctypes.CDLL(str(self.driver), mode=ctypes.RTLD_GLOBAL)
+        torch.ops.load_library(str(self.path))
+        return self
 
     def recorded(self) -> list[str]:
         """Since the last call."""
@@ -50,12 +54,19 @@ class Library:
         sizes = " ".join(str(SIZES[x.lower()]) for x in letters)
         (self.folder / file).write_text(f"{sizes} 8 8")
 
+    def describe_all(self, program) -> list[str]:
+        """The kernels of a program, with their cubins in this folder."""
+        described = [x.split() for x in launches_of(program)]
+        for file, *_, letters in described:
+            self.describe(file, letters)
+        return [name for _, name, *_ in described]
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     if torch.cuda.is_available():
         pytest.skip("CUDA's own driver is loaded")
-    return Library(tmp_path_factory.mktemp("launches"))
+    return Library(tmp_path_factory.mktemp("launches")).load()
 
 
 @pytest.fixture

@@ -104,10 +104,10 @@ def test_accuracy(activation, dtype):
 def test_running_statistics_are_those_of_batch_norm():
     """Of real pairs; a batch without pairs changes nothing."""
     case = problem("dice", hidden=(7,))
-    norm = nn.BatchNorm1d(7, eps=1e-8, dtype=torch.float64)
+    norm = nn.BatchNorm1d(7, eps=1e-8, momentum=0.3, dtype=torch.float64)
     case.statistics = dict(
         running_means=[norm.running_mean.clone()], running_vars=[norm.running_var.clone()],
-        training=True,
+        training=True, momentum=0.3,
     )  # fmt: skip
     assert_as_defined(case)
     pairs = [(c, j) for c, user in enumerate(case.candidates.tolist())
@@ -116,12 +116,13 @@ def test_running_statistics_are_those_of_batch_norm():
     q, k = case.tensors["q"][i], case.tensors["k"][j]
     x = torch.cat([q, k, q - k, q * k], 1)
     norm(x @ case.tensors["weight0"].T + case.tensors["bias0"])
-    torch.testing.assert_close(case.statistics["running_means"][0], norm.running_mean)
-    torch.testing.assert_close(case.statistics["running_vars"][0], norm.running_var)
+    exactly = dict(rtol=1e-12, atol=1e-12)  # the momentum too is in float64
+    torch.testing.assert_close(case.statistics["running_means"][0], norm.running_mean, **exactly)
+    torch.testing.assert_close(case.statistics["running_vars"][0], norm.running_var, **exactly)
     empty = problem("dice", hidden=(7,), candidates=[1])
     empty.statistics = case.statistics
     empty.call(*empty.tensors.values())
-    torch.testing.assert_close(case.statistics["running_means"][0], norm.running_mean)
+    torch.testing.assert_close(case.statistics["running_means"][0], norm.running_mean, **exactly)
 
 
 class _Largest(TorchDispatchMode):

@@ -1,6 +1,8 @@
 """Every function with every dtype of torch, on every device: a right result where the table lists
 the dtype, else a ValueError."""
 
+import re
+
 import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -99,10 +101,17 @@ CALLS = {
     "jagged_max": lambda x: F.jagged_max(x(5, 4), x.offsets),
     "jagged_first": lambda x: F.jagged_first(x(5, 4), x.offsets)[0],
     "jagged_last": lambda x: F.jagged_last(x(5, 4), x.offsets)[0],
+    "jagged_between": lambda x: F.jagged_between(
+        x(5, 4), x.offsets, times=torch.arange(5, device=x.device), start=0
+    )[0],
     "jagged_select": lambda x: F.jagged_select(x(5, 4), x.offsets, x.offsets[:1], 2)[0],
     "jagged_to_padded": lambda x: F.jagged_to_padded(x(5, 4), x.offsets, 3),
     "padded_to_jagged": lambda x: F.padded_to_jagged(x(2, 3, 4), x.offsets, 5),
 }
+NO_FLOAT64 = (  # how an error begins that names a layer's argument
+    r"(x|history|weights\[0\])('s values)? must be float32, float16 or bfloat16 for .*, got"
+    " torch.float64"
+)
 WITH_KERNELS = [function for function, (plain, kernels) in DTYPES.items() if plain != kernels]
 
 
@@ -197,9 +206,23 @@ def test_layers_in_float64_on_a_gpu(case):
     try:
         found = model.cuda()(*(x.cuda() for x in inputs))
     except WrongDtype as error:
-        assert "got torch.float64" in str(error)
+        assert re.match(NO_FLOAT64, str(error))
     else:
         torch.testing.assert_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_layers_name_their_argument_in_float64(case, monkeypatch):
+    """As on a GPU, before the layer computes anything."""
+    rule = lambda _, implementation: implementation != "reference"  # noqa: E731
+    monkeypatch.setattr("jagged_modules.dtypes.uses_kernels", rule)
+    model, inputs = make(case).double(), case.model.inputs(*SIZES[0])
+    inputs = [x.double() if x.is_floating_point() else x for x in inputs]
+    if case.name == "JaggedMLP":
+        assert model(*inputs).dtype == torch.float64
+        return
+    with pytest.raises(WrongDtype, match=NO_FLOAT64):
+        model(*inputs)
 
 
 def test_a_device_without_a_path():

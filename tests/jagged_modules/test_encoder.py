@@ -156,6 +156,57 @@ def test_parts_without_parameters():
     assert own.training
 
 
+class OwnNorm(nn.Module):
+    """A norm as other libraries write it: torch's LayerNorm or RMSNorm, or one that divides by the
+    unbiased deviation."""
+
+    def __init__(self, is_rms=False, std=False):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.randn(WIDTH))
+        self.beta = None if is_rms else nn.Parameter(torch.randn(WIDTH))
+        self.variance_epsilon, self.std = 1e-3, std
+
+    def forward(self, x):
+        if self.beta is None:
+            return self.gamma * x * (x.square().mean(-1, True) + self.variance_epsilon).rsqrt()
+        x = x - x.mean(-1, True)
+        deviation = (x.square().mean(-1, True) + self.variance_epsilon).sqrt()
+        if self.std:
+            deviation = x.std(-1, keepdim=True) + self.variance_epsilon
+        return self.gamma * x / deviation + self.beta
+
+
+@pytest.mark.parametrize("is_rms", [True, False])
+def test_norms_and_activations_by_what_they_compute(is_rms):
+    module = Projections(is_sasrec=False).double().eval()
+    module.norm1, module.norm2 = (OwnNorm(is_rms).double() for _ in range(2))
+    own = jm.JaggedEncoderLayer.from_parts(
+        (module.q, module.k, module.v, module.out),
+        (module.up, module.down),
+        (module.norm1, module.norm2),
+        num_heads=HEADS,
+        activation=lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
+    )
+    assert own.activation == "gelu" and isinstance(own.norm1, nn.RMSNorm) == is_rms
+    assert_equal_on_rows(own, module, padded())
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        (nn.GELU(approximate="tanh"), "gelu_tanh"),
+        (nn.LeakyReLU(), "leaky_relu"),
+        (nn.Hardswish(), "hardswish"),
+    ],
+    ids=str,
+)
+def test_activations_of_torch_by_their_values(given, name):
+    module = encoder_layer(activation=given)
+    own = jm.JaggedEncoderLayer.from_torch(module)
+    assert own.activation == name
+    assert_equal_on_rows(own, module, padded())
+
+
 PARTS = dict(
     attention=[nn.Linear(WIDTH, WIDTH) for _ in "qkvo"],
     linears=(nn.Linear(WIDTH, FFN), nn.Linear(FFN, WIDTH)),
@@ -177,7 +228,11 @@ PARTS = dict(
         ),
         (dict(attention=[nn.ReLU()] * 4), TypeError, r"attention\[0\] must be an nn.Linear"),
         (dict(norms=[nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)]), ValueError, "norm2 must be as"),
-        (dict(norms=[nn.BatchNorm1d(WIDTH)] * 2), TypeError, "norm1 must be an nn.LayerNorm or"),
+        (dict(norms=[nn.BatchNorm1d(WIDTH)] * 2), ValueError, "norm1 must have the results of Lay"),
+        (dict(norms=[OwnNorm(std=True)] * 2), ValueError, "norm1 must have the results of LayerN"),
+        (dict(norms=[nn.Linear(WIDTH, WIDTH)] * 2), TypeError, "norm1 must be an nn.LayerNorm, an"),
+        (dict(norms=[len] * 2), TypeError, "norm1 must be an nn.LayerNorm, .* got builtin"),
+        (dict(activation=torch.tanh), ValueError, "activation must have the values of one of"),
         (dict(norms=[nn.RMSNorm(WIDTH)] * 2), ValueError, "norm1 must have an eps"),
     ],
 )  # fmt: skip
@@ -275,7 +330,7 @@ def test_a_nan_stays_in_its_segment():
         (
             lambda: jm.JaggedEncoderLayer.from_torch(encoder_layer(activation=torch.tanh)),
             ValueError,
-            "activation must be relu, gelu or silu",
+            "module's activation must have the values of one of",
         ),
         (
             lambda: jm.JaggedTargetAttention.from_torch(nn.MultiheadAttention(8, 2, kdim=4)),

@@ -31,6 +31,13 @@ def as_node(monkeypatch):
     monkeypatch.setattr(hstu_node, "dropout_seed", dropout_seed)
 
 
+@pytest.fixture
+def rounded(monkeypatch):
+    """As where autocast casts rows."""
+    rule = hstu_node.rounded_rows
+    monkeypatch.setattr(hstu_node, "rounded_rows", lambda x, *_: rule(x, None, torch.bfloat16))
+
+
 def dropout_seed(layer, x):
     return torch.tensor(5) if layer.dropout.training and layer.dropout.p else None
 
@@ -234,3 +241,11 @@ def test_rows_behind_the_end(as_node, only_the_device_knows, name, recompute):
             module.calls_modules = False
             module.config = dataclasses.replace(module.config, recompute=recompute)
     check_tail(case, case.call, torch.float64, parameters=layer.parameters())
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids="-".join)
+def test_rows_of_zeros_behind(as_node, rounded, only_the_device_knows, offsets_of, recompute):
+    """Rows are rounded up, and a NaN behind them reaches nothing."""
+    layer, x = make(recompute=recompute, dropout=0.3, head_dim=3, linear_dim=5)
+    check(layer, x, offsets_of(LENGTHS))
+    test_rows_behind_the_end(as_node, only_the_device_knows, "HSTULayer", recompute)

@@ -555,7 +555,11 @@ def bad_calls():
             ValueError,
             r"offsets must be 1-D, got shape \[1, 5\]",
         ),
-        (lambda: jm.Jagged(values, offsets + 1), ValueError, "offsets must start at 0, got 1"),
+        (
+            lambda: jm.Jagged(values, offsets + 1),
+            ValueError,
+            "offsets must start at 0, got 1: they are a 0 and the sums of lengths",
+        ),
         (
             lambda: jm.Jagged(values, torch.tensor([0, 4, 3, 6])),
             ValueError,

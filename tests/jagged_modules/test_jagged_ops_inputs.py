@@ -66,6 +66,12 @@ def calls(offsets_of):
         "jagged_max": (F.jagged_max, x, offsets),
         "jagged_first": (lambda x, o: F.jagged_first(x, o, 0), x, offsets),
         "jagged_last": (lambda x, o: F.jagged_last(x, o, 0), x, offsets),
+        "jagged_between": (
+            lambda x, o, times: F.jagged_between(x, o, times=times, start=0),
+            x,
+            offsets,
+            torch.arange(5),
+        ),
         "jagged_select": (
             lambda x, o, i: F.jagged_select(x, o, i, 8),
             x,

@@ -18,6 +18,7 @@ from jagged_kernels.block_attention import op as block_op
 
 import jagged_modules as jm
 from jagged_modules.activations import POINTWISE, swiglu
+from jagged_modules.containers.padding import padded_to
 from jagged_modules.functional import block_attention
 from jagged_modules.layers import block_attention as block_layer
 from jagged_modules.layers import (
@@ -31,6 +32,7 @@ from jagged_modules.layers import (
     target_node,
 )
 from jagged_modules.layers.norms import NormOptions
+from jagged_modules.scalars import bucket_of
 
 LENGTHS, CONTEXTS = [5, 0, 1, 19], [3, 2, 4, 0]
 WIDTH = 24
@@ -286,6 +288,53 @@ def test_results_and_gradients_are_those_of_the_modules(nodes, name):
     assert not nodes
     torch.testing.assert_close(case.results(case.layer), expected)
     assert len(nodes) == 1
+
+
+ROUNDED = "layer", "softmax", "wide", "context", "qk-norm", "context-qk-norm", "weights", "seeds"
+ROUNDED += "seeds-qk-norm", "targets", "container", "candidates", "grouped-candidates", "ordered"
+
+
+@pytest.fixture
+def rounded(monkeypatch):
+    """Nodes take rows of 0 behind their own, as on a GPU where they copy them in 16 bits."""
+
+    def rows(x, end, dtype, num_rows=None, has_columns=True):
+        x = one_node.gemm_rows(x, end, dtype, num_rows, has_columns)
+        return padded_to(x, num_rows or len(x)) if x.dim() == 2 else x
+
+    for module in (gdpa_node, target_node):
+        monkeypatch.setattr(module, "gemm_rows", rows)
+        monkeypatch.setattr(module, "rounded_rows", lambda x, *_: bucket_of(len(x), 16, 8)[0])
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rows_of_zeros_behind_those_of_a_node(nodes, rounded, name):
+    test_results_and_gradients_are_those_of_the_modules(nodes, name)
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of the operands of GEMMs."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.found.append([tuple(x.shape) for x in args])
+        return function(*args, **(kwargs or {}))
+
+
+def test_batches_of_similar_sizes_have_gemms_of_the_same_shapes(nodes, rounded):
+    found = []
+    for last in (5, 6):
+        case = CASES["grouped-candidates"]()
+        case.lengths[-1] = last
+        case.inputs[1] = torch.randn(sum(case.lengths), WIDTH, dtype=torch.float64)
+        with Shapes() as shapes:
+            case.results(case.layer)
+        found.append(shapes.found)
+    assert found[0] == found[1] and len(found[0]) == 9 and len(nodes) == 2
 
 
 FROZEN = [
@@ -565,3 +614,12 @@ def test_rows_behind_the_end(nodes, only_the_device_knows, name):
     layer, case = layer_case(name, dtype=torch.float64)
     check(case, case.call, torch.float64, parameters=layer.parameters())
     assert len(nodes) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["JaggedGDPA", "JaggedGDPA-context", "JaggedTargetAttention"]
+    + ["JaggedTargetAttention-candidates"],
+)
+def test_rows_of_zeros_behind_rows_behind_the_end(nodes, rounded, only_the_device_knows, name):
+    test_rows_behind_the_end(nodes, only_the_device_knows, name)

@@ -23,7 +23,7 @@ def test_equal_models(side):
         lambda x, real: model(x, src_key_padding_mask=~real), layer, X, LENGTHS, side
     )
     assert found.error < 1e-12 * found.size and found.reasons() == []
-    assert str(found).startswith("largest difference")
+    assert str(found).startswith("largest difference") and "\n" not in str(found)
 
 
 def mean(x, real):
@@ -65,6 +65,39 @@ def test_a_missing_mask_explains_the_error():
     model, layer = encoder()
     found = jm.compare_padded(lambda x, real: model(x), layer, X, LENGTHS)
     assert found.error > 1e-3 * found.size and "reads" in found.reasons()[0]
+
+
+def test_padded_rows_that_see_no_key():
+    """Behind the first layer their NaN reaches real rows, as 0 · NaN."""
+    model = nn.TransformerEncoder(encoder()[0], 2, enable_nested_tensor=False).eval()
+    layers = jm.JaggedEncoder.from_torch(model, jm.AttentionMask(causal=True))
+
+    def padded(x, real, itself):
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        hidden = (later | ~real[:, None]) & ~(itself & torch.eye(x.shape[1], dtype=torch.bool))
+        return model(x, mask=hidden.repeat_interleave(2, 0))
+
+    found = jm.compare_padded(lambda x, real: padded(x, real, False), layers, X, LENGTHS, "left")
+    assert "let each row see itself" in str(found) and len(found.reasons()) == 1
+    found = jm.compare_padded(lambda x, real: padded(x, real, True), layers, X, LENGTHS, "left")
+    assert found.error < 1e-12 * found.size and found.reasons() == []
+
+
+def test_a_mask_that_one_model_alone_has():
+    model, _ = encoder()
+    layer = jm.JaggedEncoderLayer.from_torch(model, jm.AttentionMask(causal=True))
+    found = jm.compare_padded(
+        lambda x, real: model(x, src_key_padding_mask=~real), layer, X, LENGTHS
+    )
+    assert found.reasons() == [] and "compare masks" in str(found)
+
+
+@pytest.mark.parametrize("name", ["padded", "jagged"])
+def test_dropout_is_no_reason(name):
+    model, layer = encoder()
+    {"padded": model, "jagged": layer}[name].train()
+    with pytest.raises(ValueError, match=f"^{name} must give the same results twice, got .* eval"):
+        jm.compare_padded(lambda x, real: model(x), layer, X, LENGTHS)
 
 
 def test_results_of_other_shapes():

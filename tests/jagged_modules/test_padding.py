@@ -84,6 +84,7 @@ def test_empty_tensors():
         (dict(lengths=LENGTHS, mask=real("left")), ValueError, "must be given, got both"),
         (dict(lengths=[2, 0, 4, 1]), TypeError, "lengths must be a torch.Tensor, got list"),
         (dict(lengths=LENGTHS[:3]), ValueError, r"must have shape \[B\] = \[4\], got \[3\]"),
+        (dict(lengths=real("left")), ValueError, r"got \[4, 4\]; a mask is given as mask="),
         (dict(lengths=LENGTHS + 1), ValueError, r"must be 0 to x's N, 4, got \[3, 1, 5, 2\]"),
         (dict(lengths=LENGTHS - 1), ValueError, "lengths must be 0 to x's N"),
         (dict(lengths=LENGTHS.float()), TypeError, "lengths"),
@@ -155,6 +156,75 @@ def test_last_rows_by_number_and_for_each_segment(k):
         assert last.tolist() == [0, 1, 4, 5, 6] and first.tolist() == [0, 1, 2, 3, 6]
     else:
         assert last.tolist() == [1, 3, 4, 5] and first.tolist() == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64], ids=str)
+def test_rows_between_times(dtype):
+    x, offsets = torch.arange(7.0, requires_grad=True), torch.tensor([0, 2, 2, 7])
+    times = torch.tensor([10, 80, 95, 30, 90, 60, 89]).to(dtype)
+    bounds = dict(start=torch.tensor([10, 0, 60]), end=torch.tensor([80, 99, 90]))
+    bounds = {name: bound.to(dtype) for name, bound in bounds.items()}
+    found, ends = F.jagged_between(x, offsets, times=times, **bounds)
+    assert found.tolist() == [0, 5, 6] and ends.tolist() == [0, 1, 1, 3]
+    found.sum().backward()
+    assert x.grad.tolist() == [1, 0, 0, 0, 0, 1, 1]
+    found, ends = F.jagged_between(x, offsets, times=times, start=60)
+    assert found.tolist() == [1, 2, 4, 5, 6] and ends.tolist() == [0, 1, 1, 5]
+    assert torch.equal(F.jagged_between(x, offsets, times=times)[0], x)
+
+
+def test_rows_behind_the_last_segment_are_not_between():
+    @torch.compile(backend="eager")
+    def between(x, offsets, times):
+        return F.jagged_between(x, offsets, times=times, start=60)
+
+    times = torch.tensor([80, 10, 95, 70, 70])
+    found, ends = between(torch.arange(1, 6), torch.tensor([0, 2, 3]), times)
+    assert found.tolist() == [1, 3, 0, 0, 0] and ends.tolist() == [0, 1, 2]
+
+
+def test_times_are_compared_exactly():
+    x, offsets, now = torch.arange(3), torch.tensor([0, 3]), 1_700_000_000_123
+    times = now + torch.tensor([-1, 0, 1])
+    for bound in (now, torch.tensor([now])):
+        assert F.jagged_between(x, offsets, times=times, start=bound)[0].tolist() == [1, 2]
+        assert F.jagged_between(x, offsets, times=times, end=bound)[0].tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(times=[1, 2, 3]), TypeError, "times must be a torch.Tensor, got list"),
+        (dict(times=torch.arange(4)), ValueError, r"times .* \[L\] = \[3\], got torch.int64 \[4\]"),
+        (dict(times=torch.ones(3) > 0), ValueError, "times must be real numbers"),
+        (dict(start=1.5), TypeError, "start must be a number as times, torch.int64, .* got float"),
+        (dict(end=torch.ones(2)), ValueError, "end must be numbers as times, torch.int64, got"),
+        (dict(end=torch.arange(3)), ValueError, r"end must be .* \[B\] = \[2\], got"),
+    ],
+    ids=str,
+)
+def test_wrong_times(options, error, message):
+    options = dict(times=torch.arange(3)) | options
+    with pytest.raises(error, match=message):
+        F.jagged_between(torch.randn(3, 2), torch.tensor([0, 1, 3]), **options)
+
+
+def test_reductions_of_containers(container):
+    x, offsets = torch.randn(7, 3), torch.tensor([0, 2, 2, 7])
+    rows = container(x, offsets)
+    for reduce in (F.jagged_sum, F.jagged_mean, F.jagged_max):
+        assert torch.equal(reduce(rows), reduce(x, offsets))
+    for part, options in (
+        (F.jagged_first, dict(k=2)),
+        (F.jagged_last, dict(k=2)),
+        (F.jagged_between, dict(times=torch.arange(7), start=1)),
+    ):
+        found = part(rows, **options)
+        for own, expected in zip(found, part(x, offsets, **options)):
+            assert torch.equal(own, expected)
+        assert torch.equal(F.jagged_sum(found), F.jagged_sum(*found))  # what it returns is one too
+    with pytest.raises(TypeError, match=r"x must be a JaggedTensor, .* got Tensor"):
+        F.jagged_sum(x)
 
 
 @pytest.mark.parametrize(

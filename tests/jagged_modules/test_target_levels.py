@@ -58,8 +58,9 @@ class Case:
         """The softmax over a candidate's keys in all levels."""
         _n, group = len(self.k), self.q.shape[2] // max(1, self.k[0].shape[1])
         hidden, copies = [], []
-        for users, offsets in zip(self.maps, self.offsets):
-            places = torch.arange(int(offsets.diff().max()))
+        for index in zip(self.maps, self.offsets):
+            users, offsets = (x.to(q.device) for x in index)
+            places = torch.arange(int(offsets.diff().max()), device=q.device)
             hidden.append((places >= offsets.diff()[users][:, None])[:, None, None])
             copies.append((offsets[users][:, None] + places).masked_fill(hidden[-1][:, 0, 0], 0))
         operands = [
@@ -163,9 +164,11 @@ def check_accuracy(name, dims, dtype, device):
         x.copy_(x.to(dtype))
     found = case.run(dtype, device)
     names = ["q", *(f"{x}{i}" for x in "kv" for i in range(len(case.k)))]
-    tensors = dict(zip(names, (case.q, *case.k, *case.v)))
-    bounds = accuracy.definition(case.definition, tensors, case.do.to(dtype), samples=64)
-    accuracy.assert_accurate(dict(zip(["out", *(f"d{x}" for x in names)], found)), bounds)
+    tensors = dict(zip(names, (x.to(device) for x in (case.q, *case.k, *case.v))))
+    do = case.do.to(device, dtype)
+    bounds = accuracy.definition(case.definition, tensors, do, samples=64)
+    found = dict(zip(["out", *(f"d{x}" for x in names)], (x.to(device) for x in found)))
+    accuracy.assert_accurate(found, bounds)
 
 
 def test_a_poisoned_parent_reaches_its_own_leaves_alone():

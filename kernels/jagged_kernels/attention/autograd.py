@@ -17,11 +17,8 @@ _SAVED = len(SegmentTensors._fields)  # tensors behind q, k and v; those of the 
 
 class _Attention(torch.autograd.Function):
     """Of the arguments that may get gradients, and all arguments together: autograd's time on the
-    host grows with what it is given.
-
-    op: arguments → out, lse. backward_op: do, [out, lse], *arguments → dq, dk, dv, dposition,
-    dtime. Only softmax reads out.
-    """
+    host grows with what it is given. op: arguments → out, lse. backward_op: do, [out, lse],
+    *arguments → dq, dk, dv, dposition, dtime. Only softmax reads out."""
 
     @staticmethod
     def forward(ctx, q, k, v, position_bias, time_bias, arguments, op, backward_op):

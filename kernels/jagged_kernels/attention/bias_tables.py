@@ -73,19 +73,10 @@ def kernel_bias(
     segment_programs = 0 if q_offsets is None else q_offsets.shape[0] - 1
     bits = 0 if boundaries is None else boundaries.shape[0].bit_length()
     bias_tables_kernel[(time_programs + padding_programs + segment_programs,)](
-        position,
-        time,
-        q_offsets,
-        kv_offsets,
-        segments and segments.segments_per_group,
-        bias,
-        1 / params.scale,
-        time_programs,
-        padding_programs,
-        BITS=bits,
-        KIND=params.bias_kind,
-        num_warps=8,
-    )
+        position, time, q_offsets, kv_offsets, segments and segments.segments_per_group, bias,
+        1 / params.scale, time_programs, padding_programs,
+        BITS=bits, KIND=params.bias_kind, num_warps=8,
+    )  # fmt: skip
     return bias
 
 

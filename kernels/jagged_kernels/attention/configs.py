@@ -22,8 +22,7 @@ class AttentionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionTile:
-    """Rows of a tile: `query` rows in the forward and dq kernels, `key` rows in the dk, dv
-    kernel."""
+    """Rows of a tile: `query` in the forward and dq kernels, `key` in the dk, dv kernel."""
 
     query: int
     key: int
@@ -32,11 +31,8 @@ class AttentionTile:
 def attention_tile(
     head_dim: int, itemsize: int, capability: tuple[int, int], mean_seqlen: float | None = None
 ) -> AttentionTile:  # fmt: skip
-    """The largest tiles of the portable kernels.
-
-    mean_seqlen: mean query rows of a segment; None: many. With few rows, a tile of 128 rows is
-    mostly empty.
-    """
+    """The largest tiles of the portable kernels. mean_seqlen: mean query rows of a segment; None:
+    many. With few rows, a tile of 128 rows is mostly empty."""
     dim = padded_dim(head_dim)
     if itemsize == 4:  # the operands of a tile stay in shared memory: q and dO, or k and v
         rows = 64 if dim <= 128 else 32
@@ -269,10 +265,7 @@ def dq_config(head_dim: int, consumers: int) -> HopperConfig:
 
 def short_queries_config(head_dim: int, consumers: int) -> HopperConfig:
     """Launch configuration of the kernel for all gradients of segments with few query rows, 64 for
-    each consumer.
-
-    consumers: up to three, above head dim 64 two.
-    """
+    each consumer. consumers: up to three, above head dim 64 two."""
     narrow = padded_dim(head_dim) == 64
     stages, row_stages = (3, 2) if narrow else (2, 1)
     if consumers == 1:

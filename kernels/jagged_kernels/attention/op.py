@@ -84,8 +84,7 @@ def triton_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 @operator("paged_attention", lambda *args: _empty_outputs(unpack(*args)[0])[0], PAGED_SCHEMA)
 def triton_paged_attention(*arguments: Any) -> Tensor:
-    """As `triton_attention` with keys and values in pages, in one query group. It has no
-    backward."""
+    """`triton_attention` of keys and values in pages, in one query group, without a backward."""
     return _forward(*unpack(*arguments))[0]
 
 
@@ -113,12 +112,9 @@ def _forward(call: AttentionCall, tiles: TileList, keys: TileList) -> tuple[Tens
 @operator("attention_backward", backward_fake, BACKWARD_SCHEMA)
 def triton_attention_backward(do: Tensor, results: list[Tensor | None], *arguments: Any):
     """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv
-    kernel, which reads it. On Hopper: hopper/launch.py. results: out, which only softmax reads,
-    and lse.
-
-    Returns dq, dk, dv and the gradients of position_bias and time_bias, in the shapes and dtypes of
-    what they are gradients of; `[0]` for a table that gets none.
-    """
+    kernel, which reads it. On Hopper: hopper/launch.py. results: out, which only softmax reads, and
+    lse. Returns dq, dk, dv and the gradients of position_bias and time_bias, in the shapes and
+    dtypes of what they are gradients of; `[0]` for a table that gets none."""
     call, tiles, key_tiles = unpack(*arguments)
     q, k, v, (q_offsets, kv_offsets, q_shared, kv_shared, has_tail, _), params, _ = call
     if not _has_rows(call):
@@ -157,10 +153,8 @@ def triton_attention_packed_backward(
 ):
     """`triton_attention_backward` that writes dq, dk and dv to columns of contiguous tensors, see
     `PackedGradients`: a GEMM of a packed projection then needs no sum and no copy. Keys are not
-    shared. Rows behind the last segment become 0, in all columns.
-
-    Returns the gradients of position_bias and time_bias.
-    """
+    shared. Rows behind the last segment become 0, in all columns. Returns the gradients of
+    position_bias and time_bias."""
     call, _, _ = unpack(*arguments)
     outs = PackedGradients(of_queries, of_keys, columns)
     parts = outs.parts(*call[:3])
@@ -213,8 +207,7 @@ def _write_gradients(
     if selection.backend == "hopper":
         from .hopper.launch import backward
 
-        workspace = params.workspace
-        return backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
+        return backward(operands, grads, queries, keys, params, kv_shared, selection)
     bias = kernel_bias(params)
     dtables = triton_dq(operands, grads, queries, params, bias, selection)
     triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)
@@ -285,10 +278,8 @@ _selection = functools.lru_cache(maxsize=64)(select)  # a backward finds what it
 
 def _misaligned(q: Tensor, k: Tensor, v: Tensor, single_rows: bool) -> tuple[str, ...]:
     """Descriptions of q, k and v if the tensor memory accelerator cannot read one of them.
-
     single_rows: also check the row stride of an operand with a single row. No kernel uses it, but
-    the choice must not depend on the number of rows.
-    """
+    the choice must not depend on the number of rows."""
     aligned = has_descriptor(q) and has_descriptor(k) and has_descriptor(v)
     if aligned and not (single_rows and row_and_head_strides(q, k, v)[0] * q.element_size() < 16):
         return ()

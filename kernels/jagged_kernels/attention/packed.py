@@ -29,11 +29,7 @@ def forward(
     packed = pack_short_segments(segments, q.shape[0], k.shape[0])
     align, strides = row_and_head_strides(q, k, v, out)
     packed_attention_fwd_kernel[_grid(config, packed, q)](
-        operands,
-        _batch(packed, params),
-        _scales(q, params),
-        tuple(strides),
-        lse.stride(0),
+        *(operands, _batch(packed, params), _scales(q, params), tuple(strides), lse.stride(0)),
         **_constants(config, operands, params, align),
     )
 
@@ -51,10 +47,8 @@ def backward(
     packed = pack_short_segments(segments, q.shape[0], k.shape[0])
     align, strides = row_and_head_strides(q, k, v, do, dq, dk, dv)
     packed_attention_bwd_kernel[_grid(config, packed, k)](
-        Backward(q, k, v, do, dq, dk, dv),
-        _batch(packed, params),
-        _scales(q, params),
-        tuple(strides),
+        *(Backward(q, k, v, do, dq, dk, dv), _batch(packed, params)),
+        *(_scales(q, params), tuple(strides)),
         **_constants(config, operands, params, align),
     )
 

@@ -28,8 +28,7 @@ class BiasKind(NamedTuple):
 
 
 def are_same(q_offsets: Tensor, kv_offsets: Tensor) -> bool:
-    """Whether queries and keys have the same offsets: one tensor, which may have gone through an
-    operator or a graph."""
+    """Whether the offsets are one tensor, which may have gone through an operator or a graph."""
     return q_offsets is kv_offsets or (
         q_offsets.data_ptr() == kv_offsets.data_ptr() and q_offsets.shape == kv_offsets.shape
     )
@@ -289,20 +288,10 @@ def unpack(*arguments: Any) -> tuple[AttentionCall, TileList, TileList]:
     workspace, rows, key_rows = [None if x < 0 else x for x in optional]
     scale, output_scale, *dropout = factors
     params = AttentionParams(
-        scale,
-        activation,
-        None if mask is None else MaskParams(*mask),
-        output_scale,
-        bool(o.batch_invariant),
-        implementation,
-        workspace,
-        bool(o.table_gradients),
-        t.num_targets,
-        t.segment_scale,
-        *bias,
-        *dropout,
-        dropout_seed=t.dropout_seed,
-    )
+        scale, activation, None if mask is None else MaskParams(*mask), output_scale,
+        bool(o.batch_invariant), implementation, workspace, bool(o.table_gradients), t.num_targets,
+        t.segment_scale, *bias, *dropout, dropout_seed=t.dropout_seed,
+    )  # fmt: skip
     queries = TileList(t.tiles, t.num_tiles, rows)
     keys = TileList(t.key_tiles, t.num_key_tiles, key_rows)
     return AttentionCall(q, k, v, segments, params), queries, keys
@@ -348,16 +337,19 @@ class PackedGradients(NamedTuple):
     columns: list[int]
 
     @classmethod
-    def empty(cls, operands: Sequence[Tensor], together: bool) -> PackedGradients:
+    def empty(
+        cls, operands: Sequence[Tensor], together: bool, rows: tuple[int, int] | None = None
+    ) -> PackedGradients:
         """Of q, k and v `[rows, heads, dim]`: `[q | k | v]` if they are parts of one projection,
-        else q, and `[k | v]`."""
+        else q, and `[k | v]`. rows: of these tensors, if they are more than the operands'."""
         q, k, _ = operands
+        rows = rows or (q.shape[0], k.shape[0])
         widths = [x.shape[1] * x.shape[2] for x in operands]
         if together:
-            out = q.new_empty(q.shape[0], sum(widths))
+            out = q.new_empty(rows[0], sum(widths))
             return cls(out, None, [0, widths[0], widths[0] + widths[1]])
-        of_queries = q.new_empty(q.shape[0], widths[0])
-        return cls(of_queries, k.new_empty(k.shape[0], sum(widths[1:])), [0, 0, widths[1]])
+        of_queries = q.new_empty(rows[0], widths[0])
+        return cls(of_queries, k.new_empty(rows[1], sum(widths[1:])), [0, 0, widths[1]])
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """Where dq, dk and dv are, as views in the shapes of q, k and v. A single row has the

@@ -214,8 +214,7 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
 def hopper_is_supported(
     head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int] | None
 ) -> bool:
-    """Whether the kernels for compute capability 9.0 run these, where rows begin at 16-byte
-    boundaries."""
+    """Whether kernels for compute capability 9.0 run these, if rows begin at 16-byte boundaries."""
     if capability == HOPPER and dtype.itemsize == 2:  # torch 2.11 does not trace != of tuples
         alike = padded_dim(head_dim) == padded_dim(v_dim)
         sizes = 40 <= min(head_dim, v_dim) and max(head_dim, v_dim) <= 256
@@ -244,10 +243,9 @@ def hopper_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: flo
 
 
 def packed_tiles_are_faster(p: AttentionProblem, backend: str) -> tuple[bool, bool]:
-    """Whether short segments are packed (packed_tiles.py), in the forward and in the backward:
-    with one group of queries and short segments that fill the GPU. It takes two launches more.
-    backend: of the other segments. docs/decisions/short-segments.md has figures.
-    """
+    """Whether short segments are packed (packed_tiles.py), in the forward and in the backward: with
+    one group of queries and short segments that fill the GPU. It takes two launches more. backend:
+    of the other segments. docs/decisions/short-segments.md has figures."""
     one_group = not (p.q_shared or p.kv_shared or p.paged) and p.q_segments == p.kv_segments
     supported = (
         one_group and p.dtype.itemsize == 2 and max(p.head_dim, p.v_dim) <= 128 and not p.biased
@@ -272,12 +270,9 @@ def packed_tiles_are_faster(p: AttentionProblem, backend: str) -> tuple[bool, bo
 
 def long_key_blocks_are_faster(kv_seqlen: float | None, head_dim: int, masked: bool) -> bool:
     """Whether Hopper's forward loops over blocks of 128 keys instead of 64. kv_seqlen: mean keys of
-    a segment; None: few.
-
-    The waits of a block take the same time for both sizes; with small blocks, fewer scores are
-    computed past a segment's end or behind a mask. Both sizes took the same time for about 320 keys
-    at head dim 128 and 600 at 64; under a mask, for four times as many.
-    """
+    a segment; None: few. The waits of a block take the same time for both sizes; with small blocks,
+    fewer scores are computed past a segment's end or behind a mask. Both sizes took the same time
+    for about 320 keys at head dim 128 and 600 at 64; under a mask, for four times as many."""
     shortest = LONG if head_dim <= 64 else LONG // 2
     return kv_seqlen is not None and kv_seqlen >= shortest * (4 if masked else 1)
 
@@ -309,12 +304,10 @@ def small_tiles_are_faster(
 
 
 def one_pass_is_faster(p: AttentionProblem) -> bool:
-    """Whether one Hopper kernel for dq, dk and dv replaces two.
-    docs/decisions/one-pass-backward.md has figures.
-
-    It takes self- or cross-attention with one group of queries, without a bias and dropout, and no
-    mask but the causal one: there, every key tile up to some tile visits a block of queries.
-    """
+    """Whether one Hopper kernel for dq, dk and dv replaces two. docs/decisions/one-pass-backward.md
+    has figures. It takes self- or cross-attention with one group of queries, without a bias and
+    dropout, and no mask but the causal one: there, every key tile up to some tile visits a block of
+    queries."""
     supported = not (p.biased or p.dropout or p.q_shared or p.kv_shared)
     supported = supported and p.q_segments == p.kv_segments
     if not supported or p.batch_invariant or p.q_rows is None or p.kv_rows is None:

@@ -54,10 +54,8 @@ class Lists(NamedTuple):
 
 class _Layout(NamedTuple):
     """The parts of the buffer, for the queries and for the keys; 0 of a side that is not listed.
-
     slots: tiles that there is room for. programs: under a mask, virtual tiles that there are chunks
-    for. size: words of the buffer.
-    """
+    for. size: words of the buffer."""
 
     slots: tuple[int, int]
     programs: tuple[int, int]
@@ -241,11 +239,8 @@ def kernel_tiles(
     looped: LoopedSide | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The tiles for a kernel and their number: the schedule's if its tile size is that of the
-    launch configuration, else a new list.
-
-    total_rows, num_heads: of the tiled side. key_tiles: the tiled side is the keys. looped: of
-    Hopper's kernels.
-    """
+    launch configuration, else a new list. total_rows, num_heads: of the tiled side. key_tiles: the
+    tiled side is the keys. looped: of Hopper's kernels."""
     tiles, num_tiles, block = segments.tiles
     if tiles is None or num_tiles is None or block != config.tile:
         if looped is None or params.batch_invariant:

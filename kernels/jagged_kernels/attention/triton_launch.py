@@ -121,22 +121,11 @@ def triton_dkdv(
 
 
 def _call(segments: TiledSegments, tiles: Tensor, q: Tensor, params: AttentionParams) -> Call:
-    act_factor, dact_factor = activation_factors(
-        params.activation, q.dtype == torch.bfloat16, params.scale
-    )
+    factors = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     return Call(
-        segments.q_offsets,
-        segments.kv_offsets,
-        tiles,
-        params.num_targets,
-        params.segment_scale,
-        params.scale,
-        act_factor,
-        dact_factor,
-        params.output_scale,
-        params.dropout_seed,
-        params.dropout_threshold,
-    )
+        segments.q_offsets, segments.kv_offsets, tiles, params.num_targets, params.segment_scale,
+        params.scale, *factors, params.output_scale, params.dropout_seed, params.dropout_threshold,
+    )  # fmt: skip
 
 
 def _grid(config: LaunchConfig, tiles: Tensor) -> tuple[int, ...]:
@@ -193,11 +182,8 @@ def _descriptors(
     tma: bool, align: int, *blocks: tuple[Tensor, int]
 ) -> list[TensorDescriptor | None]:
     """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), if rows start at 16-byte
-    boundaries; None without TMA.
-
-    A tensor without rows gets a descriptor of one row that is never read: without descriptors
-    another kernel would be compiled.
-    """
+    boundaries; None without TMA. A tensor without rows gets a descriptor of one row that is never
+    read: without descriptors another kernel would be compiled."""
     if not tma:
         return [None] * len(blocks)
     tensors = [

@@ -41,10 +41,8 @@ def block_attention_config(
     group: int,
     rotary: str,
 ) -> BlockAttentionConfig:
-    """Configuration of the Triton kernel "fwd" or "bwd".
-
-    group: query heads per key head. rotary: "none", "relative" or "absolute" positions.
-    """
+    """Configuration of the Triton kernel "fwd" or "bwd". group: query heads per key head. rotary:
+    "none", "relative" or "absolute" positions."""
     dim = padded_dim(head_dim)
     block_m = max(block_size, 64 if itemsize == 2 or dim <= 64 else 32)
     # MMAs over pairs: half of it, and at least 16
@@ -86,11 +84,8 @@ def fits_shared_memory(
     head_dim: int, itemsize: int, capability: tuple[int, int], block_size: int, group: int
 ) -> bool:
     """Whether the Triton backward for blocks of block_size rows fits the shared memory of a thread
-    block.
-
-    group: query heads per key head. With more than one, the backward loops over them, and its
-    pipeline needs more shared memory.
-    """
+    block. group: query heads per key head. With more than one, the backward loops over them, and
+    its pipeline needs more shared memory."""
     dim = padded_dim(head_dim)
     if has_small_shared_memory(capability):
         return block_size <= 64 and dim <= (32 if itemsize == 4 else 64 if group > 1 else 128)

@@ -8,13 +8,10 @@ from torch import Tensor
 
 
 class RotaryParams(NamedTuple):
-    """Rotary embedding of q and k.
-
-    cos, sin: `[P, D / 2]` fp32, contiguous, or None without rotary. positions: `[L]`, or None for
-    positions counted from the segments' starts. rotate_v: v is rotated too. linear: angles are
-    linear in the position. precise: the Hopper kernels keep rotated bf16 operands in fp16, each
-    tile scaled by a power of two.
-    """
+    """Rotary embedding of q and k. cos, sin: `[P, D / 2]` fp32, contiguous, or None without rotary.
+    positions: `[L]`, or None for positions counted from the segments' starts. rotate_v: v is
+    rotated too. linear: angles are linear in the position. precise: the Hopper kernels keep rotated
+    bf16 operands in fp16, each tile scaled by a power of two."""
 
     cos: Tensor | None
     sin: Tensor | None

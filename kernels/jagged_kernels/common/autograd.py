@@ -28,6 +28,27 @@ def differentiate(op: Callable, apply: Callable) -> None:
     library.impl(op.name(), "Autograd", call)
 
 
+def differentiate_by(op: Callable, gradients: Callable) -> None:
+    """The same where the backward reads all tensors: gradients(gradient of the result,
+    needs_input_grad, *arguments) returns those of the first arguments."""
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            ctx.others = [None if isinstance(x, Tensor) else x for x in args]
+            ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in args))
+            with below_autograd():
+                return op(*args)
+
+        @staticmethod
+        def backward(ctx, grad):
+            args = [x if y is None else y for x, y in zip(ctx.others, ctx.saved_tensors)]
+            found = gradients(grad, ctx.needs_input_grad, *args)
+            return *found, *(None,) * (len(args) - len(found))
+
+    differentiate(op, Node.apply)
+
+
 def refuse_derivative(op: Callable, message: str) -> None:
     """Route the operator's calls under autograd through a function that runs it, and raises
     RuntimeError when it is differentiated."""

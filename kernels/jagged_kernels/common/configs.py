@@ -22,16 +22,14 @@ class LaunchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class KernelChoice:
-    """The backend whose kernel runs, "triton" or "hopper", and the kernel's launch
-    configuration."""
+    """The backend whose kernel runs, "triton" or "hopper", and its launch configuration."""
 
     backend: str
     config: Any
 
 
 def has_small_shared_memory(capability: tuple[int, int]) -> bool:
-    """Whether a thread block has 99 KiB of shared memory, as on 8.6, 8.9 and 12.0, and not 163 KiB
-    or more."""
+    """Whether a thread block has 99 KiB of shared memory, as on 8.6, 8.9, 12.0, not 163 or more."""
     return capability[0] == 12 or (capability[0] == 8 and capability[1] > 0)
 
 

@@ -17,10 +17,8 @@ from .configs import padded_dim
 @dataclasses.dataclass(frozen=True, eq=False)
 class Box:
     """What a kernel is compiled for, of a descriptor. There is one object for each kind of box, so
-    that comparing identities is enough.
-
-    shape: of a block of elements. layout: of the block in shared memory, for Gluon.
-    """
+    that comparing identities is enough. shape: of a block of elements. layout: of the block in
+    shared memory, for Gluon."""
 
     dtype: torch.dtype
     shape: list[int]
@@ -47,8 +45,7 @@ def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
 
 
 def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Descriptor of `[rows, H, D]`, as `heads_first`: a box is `rows` rows of a head; columns past
-    D read as 0."""
+    """Descriptor as `heads_first`: a box is `rows` rows of a head; columns past D read as 0."""
     box = _box(x.dtype, 1, rows, padded_dim(x.shape[2]))
     return fill(TensorDescriptor, x, *heads_first(x), box)
 
@@ -69,10 +66,8 @@ def shape_and_strides(x: Tensor) -> tuple[list[int], list[int]]:
 
 def fill(kind: type[D], base: Tensor, shape: list[int], strides: list[int], box: Box) -> D:
     """A descriptor without the checks of its constructor, which take most of its time:
-    `has_descriptor` has made them.
-
-    box: of the dtype of `base`. Other fields have their defaults.
-    """
+    `has_descriptor` has made them. box: of the dtype of `base`. Other fields have their
+    defaults."""
     filled = object.__new__(kind)
     filled.__dict__ = {
         "base": base,

@@ -32,8 +32,7 @@ class DeviceProperties(NamedTuple):
 
 @functools.cache
 def device_properties(device: torch.device) -> DeviceProperties:
-    """Properties of a GPU. Triton's interpreter runs on host tensors, as four multiprocessors of
-    capability 9.0."""
+    """Properties of a GPU. Triton's interpreter counts as four multiprocessors of 9.0."""
     if device.type != "cuda":
         return DeviceProperties((9, 0), 4)
     properties = torch.cuda.get_device_properties(device)
@@ -113,6 +112,13 @@ def has_descriptor(x: Tensor) -> bool:
 def contiguous_last_dim(x: Tensor) -> Tensor:
     """Copies unless the last dimension is contiguous."""
     return x if x.stride()[-1] == 1 else x.contiguous()
+
+
+def zeroed_behind(x: Tensor, rows: int) -> Tensor:
+    """x `[n, ...]`, whose rows from this one on become 0, in place."""
+    if x.shape[0] > rows:
+        x[rows:].zero_()
+    return x
 
 
 def chunk_shift(

@@ -191,29 +191,15 @@ def _expanding_launcher(
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     run, fill = kernel.run, driver.active.utils.fill_tma_descriptor
-    before = (
-        kernel.function,
-        run.launch_cooperative_grid,
-        run.launch_pdl,
-        None,
-        None,
-        kernel.packed_metadata,
-        None,
-        None,
-        None,
-    )
-    described = [
-        (
-            i,
-            (
-                box["swizzle"],
-                box["elem_size"],
-                TMA_DTYPE_DEVICE_TO_HOST[box["elem_type"]],
-                box["block_size"],
-            ),
-        )
-        for i, box in reversed(described)  # from the last, so that the indices of the others stay
-    ]
+    launch_kind = run.launch_cooperative_grid, run.launch_pdl
+    before = kernel.function, *launch_kind, None, None, kernel.packed_metadata, None, None, None
+
+    def parts(box: dict) -> tuple:
+        kind = TMA_DTYPE_DEVICE_TO_HOST[box["elem_type"]]
+        return box["swizzle"], box["elem_size"], kind, box["block_size"]
+
+    # from the last, so that the indices of the others stay
+    described = [(i, parts(box)) for i, box in reversed(described)]
 
     def launch(grid: tuple[int, ...], stream: int, args: tuple) -> None:
         expanded = [*args, *constants]

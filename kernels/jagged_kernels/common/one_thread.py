@@ -39,11 +39,9 @@ def _mkl() -> ctypes.CDLL | None:
 @contextlib.contextmanager
 def one_thread() -> Iterator[int]:
     """Context manager and decorator in which torch operators of the calling thread do not use the
-    thread pool.
-
-    It sets the numbers of threads that belong to the calling thread; torch.set_num_threads would
-    change the whole process. Its value is the number of threads outside.
-    """
+    thread pool. It sets the numbers of threads that belong to the calling thread;
+    torch.set_num_threads would change the whole process. Its value is the number of threads
+    outside."""
     # OpenMP's number for this thread, which torch sets at a thread's first call
     before = torch.get_num_threads()
     with set_threads(1):

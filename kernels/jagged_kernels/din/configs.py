@@ -35,11 +35,8 @@ CTAS = dict(fwd=16, moments=6, dq=4, dmlp=4, dkdv=1)
 def din_config(
     kernel: str, itemsize: int, width: int, hidden: tuple[int, ...], activation: str = "relu"
 ) -> DINConfig:
-    """Launch configuration of a kernel, "fwd", "moments", "dq", "dmlp" or "dkdv".
-
-    Args:
-        width: the larger one of E and Ev.
-    """
+    """Launch configuration of a kernel, "fwd", "moments", "dq", "dmlp" or "dkdv". width: the larger
+    one of E and Ev."""
     large = width > 128 or max(hidden) > 128
     if itemsize == 4:  # an fp32 MMA is six of bf16: registers limit the tiles
         return DINConfig(16 if large else 32, 8 if large else 4, 1, CTAS[kernel])

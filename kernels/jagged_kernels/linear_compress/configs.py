@@ -38,8 +38,7 @@ class HopperGemmConfig:
 
 
 def hopper_gemm_config(n: int) -> HopperGemmConfig:
-    """Launch configuration for N columns: stages and staging buffers fill the shared memory of an
-    SM."""
+    """Launch configuration for N columns: stages and buffers fill an SM's shared memory."""
     if n <= 128:
         return HopperGemmConfig(block_n=128, block_k=64, num_stages=4, num_buffers=3)
     return HopperGemmConfig(block_n=256, block_k=64, num_stages=3, num_buffers=3)

@@ -101,11 +101,8 @@ def _launch(
     shared: Sequence[SharedLevel],
     batch_invariant: bool,
 ) -> None:
-    """Launch for shared levels, the candidates, or both.
-
-    The K steps between which a tile adds shared results depend on its height, so batch_invariant
-    uses tall tiles only.
-    """
+    """Launch for shared levels, the candidates, or both. The K steps between which a tile adds
+    shared results depend on its height, so batch_invariant uses tall tiles only."""
     m_tiles, n_tiles, config = tiling.m_tiles, tiling.n_tiles, tiling.config
     num_sms = device_properties(state.device).num_sms
     tall_tiles = cdiv(m_tiles, 3)
@@ -137,19 +134,12 @@ def _launch(
         *(config.block_n, config.block_k, config.num_stages, config.num_buffers),
     )
     linear_compress_fwd_hopper_kernel[(min(num_sms, tiles),)](
-        *_descriptors(level, config),
-        None if out is None else descriptor(out, 1, 64, 64),
-        *first,
-        addends,
-        Memory(shared[0].result if shared else None, state),
-        *(numbers[0], tiles, numbers[1], tall),
-        *itertools.chain(*more),
-        *numbers[2:],
+        *_descriptors(level, config), None if out is None else descriptor(out, 1, 64, 64), *first,
+        addends, Memory(shared[0].result if shared else None, state),
+        *(numbers[0], tiles, numbers[1], tall), *itertools.chain(*more), *numbers[2:],
         tuple(state[end:] for end in list(ends)[1 : len(shared)]),
-        OPTIONS=options,
-        num_warps=4,
-        maxnreg=168,
-    )
+        OPTIONS=options, num_warps=4, maxnreg=168,
+    )  # fmt: skip
 
 
 def _descriptors(

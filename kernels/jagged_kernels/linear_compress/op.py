@@ -125,8 +125,7 @@ def _problem(
 def _shared_gemm(
     weight: Tensor, embedding: Tensor, config: GemmConfig, batch_invariant: bool
 ) -> Tensor:
-    """A shared level's result in fp32, which the candidates' GEMM adds in its epilogue. weight:
-    with aligned rows."""
+    """A shared level's result in fp32, for the candidates' GEMM. weight: with aligned rows."""
     (batch, _, n), m, device = embedding.shape, weight.shape[0], embedding.device
     num_tiles = batch * cdiv(m, 128) * cdiv(n, 256)
     if (
@@ -136,7 +135,7 @@ def _shared_gemm(
             device.type,
             device_properties(device).num_sms,
             batch_invariant,
-        )
+        )  # fmt: skip
         == "triton"
     ):
         return _gemm(weight, embedding, (), (), torch.float32, config)
@@ -179,17 +178,12 @@ def _all_levels(
     shared = [SharedLevel(*level, result) for level, result in zip(shared, results)]
     workers = device_properties(out.device).num_sms * config.ctas_per_sm
     linear_compress_fwd_levels_kernel[(min(firsts[-1] * tiles, workers),)](
-        *(weight, embedding, out),
-        *(tuple(shared), tuple(indices), state),
+        weight, embedding, out, tuple(shared), tuple(indices), state,
         *_descriptors(weight.unsqueeze(0), embedding, options[-1].tail_m, config),
-        strides,
-        encoded(firsts),
-        OPTIONS=options[-1],
-        DEPTHS=tuple(x.k for x in options[:-1]),
+        strides, encoded(firsts), OPTIONS=options[-1], DEPTHS=tuple(x.k for x in options[:-1]),
         ALIGNS=tuple(x.align for x in options[:-1]),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     return out
 
 
@@ -227,8 +221,7 @@ def _gemm(
     dtype: torch.dtype,
     config: GemmConfig,
 ) -> Tensor:
-    """weight `[M, K]`, with aligned rows, @ embedding[b] `[K, N]` + Σ addends[index[b]],
-    `[B, M, N]`, by Triton."""
+    """weight, with aligned rows, @ embedding[b] + Σ addends[index[b]], `[B, M, N]`, by Triton."""
     weight, embedding = weight.unsqueeze(0), contiguous_last_dim(embedding)
     (batch, _, n), m = embedding.shape, weight.shape[1]
     out = embedding.new_empty((batch, m, n), dtype=dtype)
@@ -239,15 +232,10 @@ def _gemm(
     align, strides = aligned_strides((weight, 1), (embedding, 0), (embedding, 1))
     options = _options(weight[0], embedding, config, align)
     linear_compress_fwd_kernel[(min(tiles, workers),)](
-        *(weight, embedding, out),
-        *(tuple(addends), tuple(indices)),
-        *_descriptors(weight, embedding, options.tail_m, config),
-        batch,
-        tuple(strides),
-        OPTIONS=options,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        weight, embedding, out, tuple(addends), tuple(indices),
+        *_descriptors(weight, embedding, options.tail_m, config), batch, tuple(strides),
+        OPTIONS=options, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     return out
 
 
@@ -373,15 +361,12 @@ def _weight_gradient(
     align, strides = aligned_strides((gradient, 0), (gradient, 1), (embedding, 0), (embedding, 1))
     blocks = config.block_m, config.block_k, config.block_n  # it sums over N
     linear_compress_bwd_dw_kernel[(tiles, parts)](
-        *(gradient, embedding, partial),
+        gradient, embedding, partial,
         _descriptor(gradient, config.block_m, config.block_k, config),
-        _descriptor(embedding, config.block_n, config.block_k, config),
-        batch,
-        *strides,
+        _descriptor(embedding, config.block_n, config.block_k, config), batch, *strides,
         OPTIONS=Options(m, k, n, *blocks, align=align, precision=precision(embedding)),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     return partial.sum(0).to(dtype)
 
 

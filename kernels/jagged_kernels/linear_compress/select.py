@@ -13,11 +13,9 @@ from .configs import hopper_gemm_config, linear_compress_config, weight_gradient
 
 
 class LinearCompressProblem(NamedTuple):
-    """What the choice depends on: weights `[M, K_l]`, embeddings `[B_l, K_l, N]`.
-
-    aligned: rows of the embeddings start at 16-byte boundaries. nonempty: all weights have
-    elements, and if there are candidates, so have all embeddings.
-    """
+    """What the choice depends on: weights `[M, K_l]`, embeddings `[B_l, K_l, N]`. aligned: rows of
+    the embeddings start at 16-byte boundaries. nonempty: all weights have elements, and if there
+    are candidates, so have all embeddings."""
 
     n: int
     dtype: torch.dtype
@@ -72,10 +70,8 @@ def select_shared_gemm(
     num_tiles: int, dtype: torch.dtype, device_type: str, num_sms: int, batch_invariant: bool
 ) -> str:
     """Backend of a shared level's GEMM beside the candidates' Triton GEMM: "triton" or "cublas".
-
     num_tiles: of 128 x 256. With few of them, cuBLAS takes less host time. cuBLAS chooses its
-    algorithm by the batch size.
-    """
+    algorithm by the batch size."""
     if batch_invariant:
         return "triton"
     if dtype == torch.float32 or device_type != "cuda":

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..common.autograd import below_autograd, differentiate, refuse_derivative
+from ..common.autograd import below_autograd, differentiate, differentiate_by, refuse_derivative
 from ..common.device import contiguous_last_dim
 from ..common.ops import operator
 from ..common.tail import zero_tails
@@ -171,48 +171,27 @@ def triton_array_jagged_bmm(
 # -- autograd --------------------------------------------------------------------------------------
 
 
-class _DenseBmm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, offsets, y, bias, activation, *options):
-        ctx.save_for_backward(x, offsets, y, bias)
-        ctx.activation, ctx.options = activation, options
-        with below_autograd():
-            return triton_jagged_dense_bmm(x, offsets, y, bias, activation, *options)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, offsets, y, bias = ctx.saved_tensors
-        wants_x, _, wants_y, wants_bias, *_ = ctx.needs_input_grad
-        if ctx.activation is not None:
-            grad = triton_jagged_dense_bmm_dact(grad, x, offsets, y, bias, ctx.activation)
-        dx = dy = dbias = None
-        if wants_x:
-            y_t = y.transpose(1, 2)
-            dx = triton_jagged_dense_bmm(grad, offsets, y_t, None, None, *ctx.options)
-        if wants_y:
-            dy = triton_jagged_jagged_bmm(x, grad, offsets, *ctx.options)
-        if wants_bias:
-            dbias = triton_jagged_sum(grad, offsets, *ctx.options[:2])
-        return dx, None, dy, dbias, None, *(None for _ in ctx.options)
+def _dense_gradients(grad, wanted, x, offsets, y, bias, activation, *options):
+    wants_x, _, wants_y, wants_bias, *_ = wanted
+    if activation is not None:
+        grad = triton_jagged_dense_bmm_dact(grad, x, offsets, y, bias, activation)
+    dx = dy = dbias = None
+    if wants_x:
+        dx = triton_jagged_dense_bmm(grad, offsets, y.transpose(1, 2), None, None, *options)
+    if wants_y:
+        dy = triton_jagged_jagged_bmm(x, grad, offsets, *options)
+    if wants_bias:
+        dbias = triton_jagged_sum(grad, offsets, *options[:2])
+    return dx, None, dy, dbias
 
 
-class _JaggedBmm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y, offsets, *options):
-        ctx.save_for_backward(x, y, offsets)
-        ctx.options = options
-        with below_autograd():
-            return triton_jagged_jagged_bmm(x, y, offsets, *options)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, y, offsets = ctx.saved_tensors
-        dx = dy = None
-        if ctx.needs_input_grad[0]:
-            dx = triton_jagged_dense_bmm(y, offsets, grad.transpose(1, 2), None, None, *ctx.options)
-        if ctx.needs_input_grad[1]:
-            dy = triton_jagged_dense_bmm(x, offsets, grad, None, None, *ctx.options)
-        return dx, dy, None, *(None for _ in ctx.options)
+def _jagged_gradients(grad, wanted, x, y, offsets, *options):
+    dx = dy = None
+    if wanted[0]:
+        dx = triton_jagged_dense_bmm(y, offsets, grad.transpose(1, 2), None, None, *options)
+    if wanted[1]:
+        dy = triton_jagged_dense_bmm(x, offsets, grad, None, None, *options)
+    return dx, dy
 
 
 class _Sum(torch.autograd.Function):
@@ -232,37 +211,18 @@ class _Sum(torch.autograd.Function):
         return dx, None, *(None for _ in ctx.chunking)
 
 
-class _Outer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y, x_offsets, y_offsets, p_offsets, total):
-        ctx.save_for_backward(x, y, x_offsets, y_offsets, p_offsets)
-        with below_autograd():
-            return triton_jagged_outer(x, y, x_offsets, y_offsets, p_offsets, total)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, y, *offsets = ctx.saved_tensors
-        dx = dy = None
-        if ctx.needs_input_grad[0]:
-            dx = triton_array_jagged_bmm(grad, y, *offsets, x.shape[0], False)
-        if ctx.needs_input_grad[1]:
-            dy = triton_array_jagged_bmm(grad, x, *offsets, y.shape[0], True)
-        return dx, dy, None, None, None, None
+def _outer_gradients(grad, wanted, x, y, *offsets_and_total):
+    offsets, dx, dy = offsets_and_total[:-1], None, None
+    if wanted[0]:
+        dx = triton_array_jagged_bmm(grad, y, *offsets, x.shape[0], False)
+    if wanted[1]:
+        dy = triton_array_jagged_bmm(grad, x, *offsets, y.shape[0], True)
+    return dx, dy
 
 
-class _Gram(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, offsets, p_offsets, total):
-        ctx.save_for_backward(x, offsets, p_offsets)
-        with below_autograd():
-            return triton_jagged_gram(x, offsets, p_offsets, total)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, offsets, p_offsets = ctx.saved_tensors
-        both = triton_jagged_symmetric(grad, offsets, p_offsets, x.shape[0])
-        dx = triton_array_jagged_bmm(both, x, offsets, offsets, p_offsets, x.shape[0], False)
-        return dx, None, None, None
+def _gram_gradients(grad, _, x, offsets, p_offsets, total):
+    both = triton_jagged_symmetric(grad, offsets, p_offsets, x.shape[0])
+    return (triton_array_jagged_bmm(both, x, offsets, offsets, p_offsets, x.shape[0], False),)
 
 
 class _Symmetric(torch.autograd.Function):
@@ -278,35 +238,25 @@ class _Symmetric(torch.autograd.Function):
         return triton_jagged_symmetric(grad, *ctx.saved_tensors, ctx.rows), None, None, None
 
 
-class _ArrayBmm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, p, y, x_offsets, y_offsets, p_offsets, rows, transposed):
-        ctx.save_for_backward(p, y, x_offsets, y_offsets, p_offsets)
-        ctx.transposed = transposed
-        with below_autograd():
-            return triton_array_jagged_bmm(p, y, x_offsets, y_offsets, p_offsets, rows, transposed)
-
-    @staticmethod
-    def backward(ctx, grad):
-        p, y, *offsets = ctx.saved_tensors
-        x_rows, y_rows = (y, grad) if ctx.transposed else (grad, y)
-        dp = dy = None
-        if ctx.needs_input_grad[0]:
-            dp = triton_jagged_outer(x_rows, y_rows, *offsets, p.shape[0])
-        if ctx.needs_input_grad[1]:
-            dy = triton_array_jagged_bmm(p, grad, *offsets, y.shape[0], not ctx.transposed)
-        return dp, dy, *(None,) * 5
+def _array_gradients(grad, wanted, p, y, x_offsets, y_offsets, p_offsets, rows, transposed):
+    offsets, dp, dy = (x_offsets, y_offsets, p_offsets), None, None
+    if wanted[0]:
+        x_rows, y_rows = (y, grad) if transposed else (grad, y)
+        dp = triton_jagged_outer(x_rows, y_rows, *offsets, p.shape[0])
+    if wanted[1]:
+        dy = triton_array_jagged_bmm(p, grad, *offsets, y.shape[0], not transposed)
+    return dp, dy
 
 
-differentiate(triton_jagged_dense_bmm, _DenseBmm.apply)
+differentiate_by(triton_jagged_dense_bmm, _dense_gradients)
 refuse_derivative(
     triton_jagged_dense_bmm_dact,
     "jagged_dense_bmm is not differentiable twice with an activation: the activation's derivative"
     " has none of its own",
 )
-differentiate(triton_jagged_jagged_bmm, _JaggedBmm.apply)
+differentiate_by(triton_jagged_jagged_bmm, _jagged_gradients)
 differentiate(triton_jagged_sum, _Sum.apply)
-differentiate(triton_jagged_outer, _Outer.apply)
-differentiate(triton_jagged_gram, _Gram.apply)
+differentiate_by(triton_jagged_outer, _outer_gradients)
+differentiate_by(triton_jagged_gram, _gram_gradients)
 differentiate(triton_jagged_symmetric, _Symmetric.apply)
-differentiate(triton_array_jagged_bmm, _ArrayBmm.apply)
+differentiate_by(triton_array_jagged_bmm, _array_gradients)

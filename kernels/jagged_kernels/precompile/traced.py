@@ -140,14 +140,10 @@ class _Trace(TorchFunctionMode):
             letters += letter
         if not written:
             raise NotImplementedError(f"{found.kernel} writes to what its operator was given")
-        self.op(
-            f"{self._described(found)} {letters}",
-            written,
-            read,
-            integers,
-            factors,
-            [*grid, 1, 1][:3],
-        )
+        # AOTInductor passes None for an empty list of tensors or integers
+        read, integers = read or [written[0].new_empty(0)], integers or [0]
+        grid = [*grid, 1, 1][:3]
+        self.op(f"{self._described(found)} {letters}", written, read, integers, factors, grid)
 
     def _described(self, launch: Launch) -> str:
         """The first words of `launch`. Writes the cubin, whose name has a hash of it."""

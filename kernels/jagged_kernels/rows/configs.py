@@ -31,11 +31,8 @@ class RowsConfig:
 
 def rows_config(width: int, elements: int = 16) -> RowsConfig:
     """Launch configuration for groups of `width` columns. As few warps as possible share a row,
-    because its sums wait for all of them.
-
-    Args:
-        elements: of a tile, for each thread. `GATE_BACKWARD` for that kernel.
-    """
+    because its sums wait for all of them. elements: of a tile, for each thread. `GATE_BACKWARD` for
+    that kernel."""
     block = padded_dim(width)
     num_warps = max(1, block // (32 * elements))
     return RowsConfig(num_warps * 32 * elements // block, block, num_warps)

@@ -27,7 +27,13 @@ import torch
 from torch import Tensor
 
 from ..common.autograd import below_autograd, differentiate, refuse_derivative
-from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties
+from ..common.device import (
+    aligned_strides,
+    cdiv,
+    contiguous_last_dim,
+    device_properties,
+    zeroed_behind,
+)
 from ..common.ops import operator
 from ..common.tail import kept_rows
 from .configs import GATE_BACKWARD, RowsConfig, rows_config
@@ -50,9 +56,10 @@ def _statistics_fake(x: Tensor, groups: int, rms: bool) -> tuple[Tensor, Tensor]
 
 
 def _row_norm_fake(
-    x, weight, bias, dtype, eps, groups=1, rms=False, columns=0, end=None, after=None
+    x, weight, bias, dtype, eps, groups=1, rms=False, columns=0, end=None, after=None, rows=None
 ):
-    y = x.new_empty((x.shape[0], x.shape[1] + columns), dtype=dtype)
+    rows = x.shape[0] if rows is None else rows
+    y = x.new_empty((rows, x.shape[1] + columns), dtype=dtype)
     return y, *_statistics_fake(x, groups, rms)
 
 
@@ -68,6 +75,7 @@ def triton_row_norm(
     columns: int = 0,
     end: Tensor | None = None,
     after: Tensor | None = None,
+    rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layer norm, or root mean square norm, of each row.
 
@@ -80,12 +88,15 @@ def triton_row_norm(
         end: integers `[B + 1]`, see above.
         after: not read. A backward that computes y again gives its gradient: torch.compile merges
             equal calls, and would keep y instead.
+        rows: of y, at least L, of which those behind L are 0; None: L.
 
     Returns:
-        y `[L, W + columns]`, and mean and rstd `[L, groups]` fp32; with rms, mean is `[0]`.
+        y `[rows, W + columns]`, and mean and rstd `[L, groups]` fp32; with rms, mean is `[0]`.
     """
     x, weight = contiguous_last_dim(x), weight.contiguous()
-    y, mean, rstd = _row_norm_fake(x, weight, bias, dtype, eps, groups, rms, columns)
+    options = eps, groups, rms, columns, end, after, rows
+    y, mean, rstd = _row_norm_fake(x, weight, bias, dtype, *options)
+    zeroed_behind(y, x.shape[0])
     if x.numel():
         launch = _Launch.of(x.shape[1], (eps, groups, rms), x)
         row_norm_fwd_kernel[(cdiv(x.shape[0], launch.config.rows), groups)](
@@ -277,7 +288,8 @@ def triton_gate_linear_backward(
         bias, seed, dropout, eps, rms: as in `triton_gate`.
         projection: `[E, 3 W]` in a's dtype.
         outs: `[L, W + C]`, whose first columns become du and whose others have any content, and
-            `[L, W]`, which becomes da and may be a. Both have a's dtype.
+            `[L, W]`, which becomes da and may be a. Both have a's dtype. Like u, a and gated, they
+            may have more rows than dout, whose gradients are 0.
         needs_projection: compute the gradient of the projection.
         end: of the rows of dout. u and a are finite behind it.
 
@@ -293,7 +305,11 @@ def triton_gate_linear_backward(
         return tuple(x.zero_() for x in results)
     u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()
     (rows, width), groups, du = a.shape, rstd.shape[1], grads[:, : a.shape[1]]
-    dout = kept_rows(dout, end, a.dtype)
+    wide = None
+    if rows > dout.shape[0]:
+        wide = dout.new_empty(rows, dout.shape[1], dtype=a.dtype)
+        zeroed_behind(wide, dout.shape[0])
+    dout = kept_rows(dout, end, a.dtype, out=wide)
     behind = grads[:, width : 4 * width]
     dgated = behind if behind.shape[1] == 3 * width else a.new_empty((rows, 3 * width))
     torch.mm(dout, projection, out=dgated)

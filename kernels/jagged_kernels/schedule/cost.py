@@ -88,12 +88,9 @@ def sort_key(work: Tensor, short: Tensor) -> Tensor:
 
 def work_class(work: Tensor) -> Tensor:
     """The class by which tiles are sorted under a mask: the work itself below EXACT_WORK, then 64
-    classes for each power of two.
-
-    Works of a class differ by less than 1/64, except in the last class: 64,000 blocks and more. The
-    number of classes is bounded so that the device can sort by counting. `_work_class` in
-    attention/tile_list_kernels.py is the same function.
-    """
+    classes for each power of two. Works of a class differ by less than 1/64, except in the last
+    class: 64,000 blocks and more. The number of classes is bounded so that the device can sort by
+    counting. `_work_class` in attention/tile_list_kernels.py is the same function."""
     top_bits = work.float().view(torch.int32) >> TOP_BITS
     return torch.where(work < EXACT_WORK, work, EXACT_WORK + top_bits - EXACT_TOP_BITS).clamp(
         max=WORK_CLASSES - 1
@@ -111,12 +108,9 @@ class LoopedSide(NamedTuple):
 
 class OnePassMinimum(NamedTuple):
     """The sizes from which on Hopper's one-pass backward is faster.
-    docs/decisions/one-pass-backward.md has figures.
-
-    queries, keys, scores: of a segment and head on average; scores are queries times keys.
-    all_queries, all_keys: rows of all segments and heads. Fewer do not fill the GPU, and tiles of a
-    segment wait for one another.
-    """
+    docs/decisions/one-pass-backward.md has figures. queries, keys, scores: of a segment and head on
+    average; scores are queries times keys. all_queries, all_keys: rows of all segments and heads.
+    Fewer do not fill the GPU, and tiles of a segment wait for one another."""
 
     queries: int
     keys: int
@@ -148,10 +142,7 @@ def one_pass_may_run(
 ) -> bool:
     """Whether Hopper's one-pass backward runs, unless a bias or another option excludes it. Its key
     tiles are then listed in groups of segments, and those of a segment and head in ascending order,
-    which the kernel needs.
-
-    causal: whether the mask is the causal one.
-    """
+    which the kernel needs. causal: whether the mask is the causal one."""
     if padded_dim(queries.head_dim) > 128:
         return False
     minimum, segments = one_pass_minimum(queries.head_dim, masked), max(1, num_segments)
@@ -170,11 +161,9 @@ def may_alternate(head_dim: int) -> bool:
 
 
 class Grouping(NamedTuple):
-    """How tiles are listed in groups of segments.
-
-    rows: how many rows the segments of a group have together on the side that the tiles loop over.
-    alternates: whether every other group is in reverse order.
-    """
+    """How tiles are listed in groups of segments. rows: how many rows the segments of a group have
+    together on the side that the tiles loop over. alternates: whether every other group is in
+    reverse order."""
 
     rows: int
     alternates: bool
@@ -232,11 +221,9 @@ def grouping(
 
 def work_of_segments(other_lengths: Tensor, num_segments: int, block: int) -> Tensor:
     """The work of each tile of a segment without a mask, `[num_segments]`: the blocks of the
-    segment on the other side.
-
-    With several query groups, num_segments is another number than that of other_lengths. Tiles of
-    queries then visit the keys of their segment in its group; tiles of keys, all groups.
-    """
+    segment on the other side. With several query groups, num_segments is another number than that
+    of other_lengths. Tiles of queries then visit the keys of their segment in its group; tiles of
+    keys, all groups."""
     blocks, others = cdiv(other_lengths, block), len(other_lengths)
     if num_segments == others:
         return blocks
@@ -289,12 +276,10 @@ def query_tile_work(
     block_m: int,
     block_n: int,
 ) -> Tensor:
-    """How many blocks of `block_n` keys the block-th tile of `block_m` query rows visits.
-
-    The bounds of what a row sees (`_visible_columns`) increase with the row, except behind the
-    context and at the first row exempt from max_attn_len. So the extremes of a tile's bounds belong
-    to its first row, its last row, or one of these two.
-    """
+    """How many blocks of `block_n` keys the block-th tile of `block_m` query rows visits. The
+    bounds of what a row sees (`_visible_columns`) increase with the row, except behind the context
+    and at the first row exempt from max_attn_len. So the extremes of a tile's bounds belong to its
+    first row, its last row, or one of these two."""
     first_target = (kv_len - num_targets).clamp(min=0)
     first = block * block_m
     ends = torch.stack([first, torch.minimum(first + block_m, q_len) - 1]) + kv_len - q_len
@@ -328,8 +313,7 @@ def _row_id(row: Tensor, first_target: Tensor, context: int) -> Tensor:
 def _visible_columns(
     row: Tensor, first_target: Tensor, mask: MaskParams
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(low, high, own_low): a row sees the columns [low, high) and [own_low, row], and the global
-    prefix."""
+    """(low, high, own_low): a row sees [low, high), [own_low, row] and the global prefix."""
     causal, left, right, has_targets, group_size, context, max_attn_len, full = mask[:8]
     recent_history = mask.recent_history
     id, last_id = _row_id(row, first_target, context), _row_id(first_target, first_target, context)
@@ -372,12 +356,10 @@ def key_tile_work(
     block_m: int,
     block_n: int,
 ) -> Tensor:
-    """How many blocks of `block_n` query rows the block-th tile of `block_m` keys visits.
-
-    Its columns are seen by three runs of rows: the context [shift, context_end), the rows within
-    reach [start, end), and those exempt from max_attn_len [exempt, kv_len). A window cuts all three
-    to [lowest, highest). `row_blocks` has the same names.
-    """
+    """How many blocks of `block_n` query rows the block-th tile of `block_m` keys visits. Its
+    columns are seen by three runs of rows: the context [shift, context_end), the rows within reach
+    [start, end), and those exempt from max_attn_len [exempt, kv_len). A window cuts all three to
+    [lowest, highest). `row_blocks` has the same names."""
     causal, left, right, _, group_size, context, max_attn_len, full, prefix, recent_history, _ = (
         mask
     )

@@ -34,8 +34,7 @@ from .cost import (
 
 
 class TileList(NamedTuple):
-    """A schedule's tiles as kernels take them; None: not listed yet. block: rows of a tile, None if
-    any will do."""
+    """A schedule's tiles for kernels; None: not listed yet. block: a tile's rows; None: any."""
 
     tiles: Tensor | None = None
     num_tiles: Tensor | None = None
@@ -197,11 +196,9 @@ def _check_options(sizes: dict[str, int], head_dim: int, key_tiles: bool, mask: 
 
 
 class _Side(NamedTuple):
-    """The side whose tiles are listed.
-
-    lengths, other_lengths: of its segments, and of those that a tile loops over. blocks: rows of a
-    tile and of a block that it visits. key_tiles: whether it is the keys.
-    """
+    """The side whose tiles are listed. lengths, other_lengths: of its segments, and of those that a
+    tile loops over. blocks: rows of a tile and of a block that it visits. key_tiles: whether it is
+    the keys."""
 
     lengths: Tensor
     other_lengths: Tensor
@@ -238,10 +235,7 @@ def _tiles(side: _Side, num_heads: int, query_groups: int) -> tuple[Tensor, int]
 
 def num_query_groups(queries: str, num_queries: int, keys: str, num_keys: int) -> int:
     """The number of query groups: num_queries / num_keys, 1 if both are 0. queries, keys: names of
-    the arguments in errors.
-
-    ValueError if it is not an integer.
-    """
+    the arguments in errors. ValueError if it is not an integer."""
     if num_queries == num_keys:
         return 1
     if num_queries == 0 or num_keys == 0 or num_queries % num_keys:
@@ -316,8 +310,7 @@ def _with_heads(segment: Tensor, block: Tensor, num_heads: int) -> Tensor:
 
 
 def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:
-    """Upper bound on the number of tiles of `num_segments` segments with `total_q` rows in total; 0
-    without segments."""
+    """Upper bound on the tiles of `num_segments` segments of `total_q` rows; 0 without segments."""
     return num_heads * (cdiv(total_q, block_m) + num_segments) if num_segments else 0
 
 

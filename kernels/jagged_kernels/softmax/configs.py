@@ -17,8 +17,7 @@ class SoftmaxConfig:
 
 
 def jagged_softmax_config(itemsize: int, lines: int) -> SoftmaxConfig:
-    """Launch configuration for `lines` columns of rows: up to 128 contiguous bytes of a row in a
-    tile."""
+    """Launch configuration for `lines` columns: up to 128 contiguous bytes of a row in a tile."""
     return SoftmaxConfig(
         lines=min(128 // itemsize, padded_dim(lines)),
         length=64,
@@ -27,9 +26,7 @@ def jagged_softmax_config(itemsize: int, lines: int) -> SoftmaxConfig:
 
 
 def jagged2_softmax_config(over_columns: bool) -> SoftmaxConfig:
-    """Launch configuration for the rows or columns of jagged matrices.
-
-    Their alignment is unknown, so every load is of one element. Larger tiles would need more
-    registers and leave an SM fewer warps. One warp needs no barriers.
-    """
+    """Launch configuration for the rows or columns of jagged matrices. Their alignment is unknown,
+    so every load is of one element. Larger tiles would need more registers and leave an SM fewer
+    warps. One warp needs no barriers."""
     return SoftmaxConfig(lines=16 if over_columns else 4, length=128, num_warps=1)

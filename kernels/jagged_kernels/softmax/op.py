@@ -11,6 +11,8 @@ configs.py has its launch configurations.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -140,13 +142,9 @@ def _jagged2_softmax(
     if p.numel():
         config = jagged2_softmax_config(columns)
         jagged2_softmax_kernel[(lines // config.lines + segments,)](
-            *(p, grad, out),
-            *(x_offsets, y_offsets, p_offsets, segments),
-            OVER_COLUMNS=columns,
-            LINES=config.lines,
-            LENGTH=config.length,
-            num_warps=config.num_warps,
-        )
+            p, grad, out, x_offsets, y_offsets, p_offsets, segments, OVER_COLUMNS=columns,
+            LINES=config.lines, LENGTH=config.length, num_warps=config.num_warps,
+        )  # fmt: skip
     return out
 
 
@@ -154,41 +152,28 @@ def _jagged2_softmax(
 
 
 class _Softmax(torch.autograd.Function):
+    """Of an operator of x, so many offsets, and options; and the operator of its backward."""
+
     @staticmethod
-    def forward(ctx, x, offsets, *options):
+    def forward(ctx, op, backward_op, num_offsets, x, *others):
         with below_autograd():
-            out = triton_jagged_softmax(x, offsets, *options)
-        ctx.save_for_backward(out, offsets)
-        ctx.options = options
+            out = op(x, *others)
+        ctx.save_for_backward(out, *others[:num_offsets])
+        ctx.backward_op, ctx.options = backward_op, others[num_offsets:]
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        dx = triton_jagged_softmax_backward(grad, *ctx.saved_tensors, *ctx.options)
-        return dx, None, *(None for _ in ctx.options)
+        out, *offsets = ctx.saved_tensors
+        dx = ctx.backward_op(grad, out, *offsets, *ctx.options)
+        return None, None, None, dx, *(None for _ in (*offsets, *ctx.options))
 
 
-class _Softmax2(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, p, x_offsets, y_offsets, p_offsets, lines, columns):
-        with below_autograd():
-            out = triton_jagged2_softmax(p, x_offsets, y_offsets, p_offsets, lines, columns)
-        ctx.save_for_backward(out, x_offsets, y_offsets, p_offsets)
-        ctx.lines, ctx.columns = lines, columns
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        dp = triton_jagged2_softmax_backward(grad, *ctx.saved_tensors, ctx.lines, ctx.columns)
-        return dp, *(None,) * 5
-
-
-differentiate(triton_jagged_softmax, _Softmax.apply)
-differentiate(triton_jagged2_softmax, _Softmax2.apply)
-for _name, _backward in (
-    ("jagged_softmax", triton_jagged_softmax_backward),
-    ("jagged2_softmax", triton_jagged2_softmax_backward),
+for _name, _op, _backward, _num_offsets in (
+    ("jagged_softmax", triton_jagged_softmax, triton_jagged_softmax_backward, 1),
+    ("jagged2_softmax", triton_jagged2_softmax, triton_jagged2_softmax_backward, 3),
 ):
+    differentiate(_op, functools.partial(_Softmax.apply, _op, _backward, _num_offsets))
     refuse_derivative(
         _backward,
         f"{_name} is not differentiable twice: its backward kernel has no derivative of its own",

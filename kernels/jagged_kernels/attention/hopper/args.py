@@ -65,11 +65,9 @@ class Arguments(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The tiles of a launch and the segments that they belong to.
-
-    num_segments: number of key segments; None with one query group. num_rows: query rows of all
-    segments, from one head to the next in lse and delta.
-    """
+    """The tiles of a launch and the segments that they belong to. num_segments: number of key
+    segments; None with one query group. num_rows: query rows of all segments, from one head to the
+    next in lse and delta."""
 
     tiles_ptr: gl.tensor
     num_tiles_ptr: gl.tensor
@@ -144,13 +142,10 @@ class Outputs(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What a kernel hands to its warps.
-
-    num_tiles: of the list, for short queries. num_blocks: of Arguments.added_ptr. page_table_ptr:
-    None unless keys and values lie in pages. exchange: buffers and barriers between consumers and
-    other warps. ranges, scratch: a tuple of memory for each consumer, of bias.make_ranges and
-    bias.make_scratch. queue: a TileQueue.
-    """
+    """What a kernel hands to its warps. num_tiles: of the list, for short queries. num_blocks: of
+    Arguments.added_ptr. page_table_ptr: None unless keys and values lie in pages. exchange: buffers
+    and barriers between consumers and other warps. ranges, scratch: a tuple of memory for each
+    consumer, of bias.make_ranges and bias.make_scratch. queue: a TileQueue."""
 
     args: Arguments
     schedule: Schedule

@@ -101,15 +101,13 @@ def _factors(params: AttentionParams, dtype: torch.dtype) -> tuple[float, float]
 
 
 def _grid(tiles: Tensor, config: HopperConfig) -> tuple[int, ...]:
-    """As many thread blocks as run at a time, or one per tile if there are fewer; `()`, no launch,
-    without tiles."""
+    """As many thread blocks as run at a time, at most one per tile; `()` without tiles."""
     blocks = min(device_properties(tiles.device).num_sms * config.ctas_per_sm, tiles.shape[0])
     return (blocks,) if blocks else ()
 
 
 def _result_descriptor(x: Tensor) -> TensorDescriptor | None:
-    """TMA descriptor for stores of 64 rows; None for fp32 partial sums, which are stored from
-    registers."""
+    """TMA descriptor for stores of 64 rows; None for fp32 sums, stored from registers."""
     return None if x.dtype == torch.float32 else head_descriptor(x, WARPGROUP_ROWS.value)
 
 
@@ -131,20 +129,14 @@ def forward(
         dynamic = config.dynamic_tiles and pages is None
         next_tile = out.new_zeros(1, dtype=torch.int32) if dynamic else None
         table, page_rows = (None, None) if pages is None else (pages.table, pages.page_rows)
+        factors = _factors(params, q.dtype)
         attention_fwd_hopper_kernel[blocks](
-            head_descriptor(q, 64),
-            head_descriptor(k, config.block),
-            head_descriptor(v, config.block),
-            head_descriptor(out, 64, 128),
-            num_tiles,
-            table,
-            segments.segments_per_group,
-            _arguments(
-                segments, tiles, params, _factors(params, q.dtype), out, lse, next_tile=next_tile
-            ),
+            head_descriptor(q, 64), *(head_descriptor(x, config.block) for x in (k, v)),
+            head_descriptor(out, 64, 128), num_tiles, table, segments.segments_per_group,
+            _arguments(segments, tiles, params, factors, out, lse, next_tile=next_tile),
             kernel_bias(params, segments, q.shape[0]),
             **_launch_constants(config, operands, params, segments.q_shared, head_dim, page_rows),
-        )
+        )  # fmt: skip
 
 
 # -- backward --------------------------------------------------------------------------------------
@@ -222,16 +214,11 @@ class _Backward:
             )
         if blocks:
             attention_bwd_dq_hopper_kernel[blocks](
-                *self.query_descs,
-                *self.key_descs,
-                self.dq_desc,
-                num_tiles,
-                queries.segments_per_group,
-                self._arguments(queries, tiles),
-                self.bias,
+                *self.query_descs, *self.key_descs, self.dq_desc, num_tiles,
+                queries.segments_per_group, self._arguments(queries, tiles), self.bias,
                 sums and sums.argument(),
                 **self._constants(config, False, 1, params.table_gradients),
-            )
+            )  # fmt: skip
         return empty_table_gradients(params, q) if sums is None else sums.results(params, q)
 
     def dkdv(self, keys: TiledSegments) -> None:
@@ -244,16 +231,11 @@ class _Backward:
                 attention_bwd_wide_dkdv_hopper_kernel if wide else attention_bwd_dkdv_hopper_kernel
             )
             kernel[blocks](
-                *self._rows(config.block),
-                *self.key_descs,
-                self.dk_desc,
-                self.dv_desc,
-                num_tiles,
-                keys.segments_per_group,
-                self._arguments(keys, tiles),
+                *self._rows(config.block), *self.key_descs, self.dk_desc, self.dv_desc, num_tiles,
+                keys.segments_per_group, self._arguments(keys, tiles),
                 *(() if wide else (self.bias,)),
                 **self._constants(config, self.kv_shared, keys.query_groups),
-            )
+            )  # fmt: skip
 
     def one_pass(self, keys: TiledSegments) -> None:
         """dq, dk and dv in one kernel, and another that rounds dq."""
@@ -264,35 +246,24 @@ class _Backward:
         tiles, num_tiles = self._key_tiles(keys, config)
         if blocks := _grid(tiles, config):
             attention_bwd_hopper_kernel[blocks](
-                *self._rows(config.block),
-                *self.key_descs,
-                self.dk_desc,
-                self.dv_desc,
-                sums.descriptor(),
-                num_tiles,
-                sums.num_blocks,
+                *self._rows(config.block), *self.key_descs, self.dk_desc, self.dv_desc,
+                sums.descriptor(), num_tiles, sums.num_blocks,
                 self._arguments(keys, tiles, sums.added, next_tile=sums.next_tile),
                 **self._constants(config),
-            )
+            )  # fmt: skip
         factor = params.scale * self.factors[1]
         sums.write(grads.dq, keys, params.segment_scale, factor, params.output_scale)
 
     def short_queries(self, segments: TiledSegments, next_tile: Tensor) -> None:
-        """dq, dk and dv of the segments that `segments`, whose tiles are listed, leaves out as
-        short."""
+        """dq, dk, dv of the segments that `segments`, with listed tiles, leaves out as short."""
         config = self.selection.short_queries
         tiles, num_tiles, _ = segments.tiles
         if blocks := _grid(tiles, config):
             attention_bwd_short_queries_hopper_kernel[blocks](
-                *self.query_descs,
-                *self.key_descs,
-                self.dq_desc,
-                self.dk_desc,
-                self.dv_desc,
-                num_tiles,
-                self._arguments(segments, tiles, next_tile=next_tile),
+                *self.query_descs, *self.key_descs, self.dq_desc, self.dk_desc, self.dv_desc,
+                num_tiles, self._arguments(segments, tiles, next_tile=next_tile),
                 **self._constants(config),
-            )
+            )  # fmt: skip
 
 
 def backward(
@@ -303,7 +274,6 @@ def backward(
     params: AttentionParams,
     kv_shared: bool,
     selection: Selection,
-    workspace: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel for all gradients, if it is selected and `workspace_limit` has room for its
     sums, else those for dq and for dk, dv; before them the one for short queries, if it is
@@ -312,7 +282,7 @@ def backward(
     launches = _Backward(operands, grads, queries, params, kv_shared, selection)
     if (one_pass := selection.one_pass) is not None:
         num_bytes = DqSums.num_bytes(q, keys.q_offsets.shape[0] - 1, one_pass.block)
-        if num_bytes <= workspace_limit(workspace, grads.dq, grads.dk, grads.dv):
+        if num_bytes <= workspace_limit(params.workspace, grads.dq, grads.dk, grads.dv):
             launches.one_pass(keys)
             return empty_table_gradients(params, q)
     if (short := selection.short_queries) is not None:

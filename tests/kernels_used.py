@@ -1,8 +1,7 @@
 """docs/kernels-used.md: which kernels run for which input, printed from the selectors. No GPU and
 no triton.
 
-    # from kernels/, or with jagged-modules installed
-    python -m jagged_kernels.kernels_used docs/kernels-used.md
+    python -m tests.kernels_used docs/kernels-used.md
 
 Each operator with a selector has a section: a function that returns Markdown, in `SECTIONS`.
 """
@@ -16,15 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from .attention.select import AttentionProblem, Selection, select
-from .block_attention.configs import fits_shared_memory
-from .block_attention.select import BlockAttentionProblem, select_block_attention
-from .din import configs as din_configs
-from .linear_compress.select import LinearCompressProblem, select_backward, select_forward
-from .matmul.configs import jagged_matmul_config
-from .rows.configs import GATE_BACKWARD, RowsConfig, activation_config, padding_config, rows_config
-from .softmax.configs import jagged2_softmax_config, jagged_softmax_config
+from jagged_kernels.attention.select import AttentionProblem, Selection, select
+from jagged_kernels.block_attention.configs import fits_shared_memory
+from jagged_kernels.block_attention.select import BlockAttentionProblem, select_block_attention
+from jagged_kernels.din import configs as din_configs
+from jagged_kernels.linear_compress.select import (
+    LinearCompressProblem,
+    select_backward,
+    select_forward,
+)
+from jagged_kernels.matmul.configs import jagged_matmul_config
+from jagged_kernels.rows.configs import (
+    GATE_BACKWARD,
+    RowsConfig,
+    activation_config,
+    padding_config,
+    rows_config,
+)
+from jagged_kernels.softmax.configs import jagged2_softmax_config, jagged_softmax_config
 
 GPUS = {
     "A100": (8, 0),
@@ -369,7 +377,7 @@ SECTIONS = attention, din, block_attention, linear_compress, matmul, softmax, ro
 
 def document() -> str:
     """The whole page."""
-    source = "`python -m jagged_kernels.kernels_used docs/kernels-used.md` writes this page."
+    source = "`python -m tests.kernels_used docs/kernels-used.md` writes this page."
     return "\n".join([f"# Which kernels run\n\n{source}\n", *(section() for section in SECTIONS)])
 
 
