@@ -9,6 +9,7 @@ import pytest
 import torch
 from calls import check
 from cases import random_case
+from din_problem import problem
 from jagged_kernels.attention.autograd import differentiate_attention
 from jagged_kernels.attention.params import SegmentTensors
 
@@ -79,6 +80,15 @@ def test_random_calls_of_din_attention(din_calls, activation):
     for seed, normalize in enumerate([None, "softmax"] * 2):
         check(random_case("din_attention", seed, "cpu", normalize=normalize, **fixed))
     assert len(din_calls) >= 4
+
+
+@pytest.mark.parametrize("normalize", [None, "softmax"])
+@pytest.mark.parametrize("activation", ["relu", "prelu", "dice-eval"])
+def test_din_attention_is_its_definition(din_calls, activation, normalize):
+    case = problem(activation, candidates=[0, 1, 3, 3], lengths=(3, 0, 7, 70), normalize=normalize)
+    values = case.tensors.values()
+    torch.testing.assert_close(case.call(*values), case.definition(*values))
+    assert din_calls
 
 
 def din_attention(rows, offsets, weights):
