@@ -11,7 +11,7 @@
 #                                       run random cases of every function on the CPU, in Triton's interpreter and on a GPU
 #   make mutants [ARGS=...]             apply one-line bugs, one at a time, to a copy of the project: the tests named for each must fail
 #   make mutants-sample                 apply 8 of them, others for each commit
-#   make test-gpu [ARGS=...]            run the tests that need an NVIDIA GPU; the report is runs/test-gpu.txt
+#   make test-gpu [ARGS=--all-combinations]   run the tests that need an NVIDIA GPU; the report is runs/test-gpu.txt
 #   make test-newer-tritons             compile Hopper's own kernels under the newer Tritons too
 #   make test-newer-tritons-sample      compile each of them once under each of the newer Tritons
 #   make notebooks                      execute the notebooks and keep their outputs

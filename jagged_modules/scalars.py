@@ -24,6 +24,11 @@ def bucket_of(size: int, steps: int, unit: int) -> tuple[int, int]:
     return max(1, -(-size // unit)) * unit, unit
 
 
+def rounded_size(size: int, steps: int = 16) -> int:
+    """A number of rows rounded up, so that cuBLAS sees `steps` different ones in an octave."""
+    return bucket_of(size, steps, 8)[0]
+
+
 def is_sequence(x: object) -> bool:
     """Whether x is a list or a tuple. A function, so that type checkers keep the declared type of
     x."""

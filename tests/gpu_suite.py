@@ -2,10 +2,12 @@
 end.
 
 Compilation takes most of the time. So workers share Triton's disk cache, each kernel is compiled by
-one worker while others that need it wait, and tests that compile most run first. Of tests with many
-parameters, so many combinations run that each pair of values is in one; `--all-combinations` runs
-all. Tests marked `large_memory` run one at a time. A worker whose CUDA context is broken exits, so
-that xdist reports the test and starts another worker: every later test would fail in that context.
+one worker while others that need it wait, and tests that compile most run first. Slow tests run
+too. Of tests with three or more parameters, a choice of combinations runs in which each pair of
+values occurs (`with_each_pair`); `--all-combinations` runs all. What a module's `applies`
+(conftest.py) refuses is dropped before. Tests marked `large_memory` run one at a time. A worker
+whose CUDA context is broken exits, so that xdist reports the test and starts another worker: every
+later test would fail in that context.
 """
 
 from __future__ import annotations
@@ -42,8 +44,10 @@ COMPILE_COST |= {
     "float32": 1.5,
     "fp32": 1.5,
 }
-# parameters whose values run other code, unless they differ behind a hyphen only: "hopper-long"
+# parameters that name the implementation; values equal before the first hyphen are one, as "hopper"
+# and "hopper-long"
 IMPLEMENTATIONS = ("kernels", "implementation")
+REPORT = "gpu-suite-report"  # name of the plugin GpuReport
 SLOWEST = 30  # test functions that the report names
 # limit of what a worker's allocator keeps between tests: up to 32 workers share the GPU's memory
 RESERVED_BYTES = 2**30
@@ -194,8 +198,8 @@ def rotate_gpus(worker: str) -> None:
 
 
 def with_each_pair(items: list) -> list:
-    """The items that give each test function every pair of two parameters' values that it has, with
-    each of IMPLEMENTATIONS. A combination of more values is left out if its pairs are in others."""
+    """A greedy choice of the items: for each test function and implementation, each pair of values
+    of two parameters that occurs in the items occurs in the choice."""
     of_functions = defaultdict(dict)
     for item in items:
         of_functions[item.nodeid.partition("[")[0]][item] = _pairs(item)
@@ -210,7 +214,7 @@ def with_each_pair(items: list) -> list:
 
 
 def _pairs(item) -> set[tuple]:
-    """Pairs of parameters' values. An item with fewer than three parameters has one of its own."""
+    """Pairs of parameters' values. An item with fewer than three parameters is always chosen."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     if len(params) < 3:
         return {(item.nodeid,)}
@@ -239,9 +243,6 @@ def _compile_cost(item) -> float:
     for name, factor in COMPILE_COST.items():
         cost *= factor if name in item.nodeid else 1
     return cost
-
-
-REPORT = "gpu-suite-report"
 
 
 class GpuReport:

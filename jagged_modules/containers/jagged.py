@@ -10,7 +10,7 @@ from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor, nn
 
 from ..masks import AttentionMask
-from ..scalars import bucket_of, check_kind, check_size, possessive, to_ints
+from ..scalars import check_kind, check_size, possessive, rounded_size, to_ints
 from ..segments import (
     Queries,
     RowSegments,
@@ -156,7 +156,7 @@ class Jagged(Queries):
             TypeError, ValueError: steps_per_octave is not a positive integer.
         """
         check_size("steps_per_octave", steps_per_octave)
-        rows, _ = bucket_of(self.num_rows, steps_per_octave, 8)
+        rows = rounded_size(self.num_rows, steps_per_octave)
         if rows == self.num_rows or not (self.values.is_cuda and self.offsets.is_cuda):
             return self
         return Jagged(padded_to(self.values, rows), self.offsets, self.max_seqlen)

@@ -29,7 +29,6 @@ from ..segments import RowSegments
 from ..tracing import as_constant
 from .norms import NormOptions, RMSNorm, norm_parameters
 from .one_node import (
-    attended,
     bias_columns,
     cast,
     dropout_gradient,
@@ -40,6 +39,7 @@ from .one_node import (
     linear_gradients,
     node_dtype,
     rounded_rows,
+    rows_for_attention,
 )
 from .residual_node import (
     Around,
@@ -319,19 +319,23 @@ def _projected(
     if context is None and keys.dim() == 2:
         weight, bias = (torch.cat(pair) for pair in zip(of_queries, (keys, values)))
         width = (call.num_heads + call.num_kv_heads) * call.head_dim
-        qk, v = attended(linear(rows, weight, bias), num_rows, end).tensor_split([width], 1)
+        qk, v = rows_for_attention(linear(rows, weight, bias), num_rows, end).tensor_split(
+            [width], 1
+        )
         qk, norms = _normed(qk, [of_q, of_k], call)
         q, k = qk.tensor_split([call.num_heads * call.head_dim], 1)
         return in_heads(q, k, v), (weight, None), (*norms, *HeadNorm())
     queries = rows.flatten(1)
     if of_queries:
-        queries = attended(linear(rows, *of_queries), num_rows, end)
+        queries = rows_for_attention(linear(rows, *of_queries), num_rows, end)
     q, q_norm = _normed(queries, [of_q], call)
     q_weight = of_queries[0] if of_queries else None
     if context is None:
         return [*in_heads(q), keys, values], (q_weight, None), (*q_norm, *HeadNorm())
     given: Any = inputs.context
-    k, v = attended(linear(context, keys, values), given.shape[0], context_end).chunk(2, 1)
+    k, v = rows_for_attention(linear(context, keys, values), given.shape[0], context_end).chunk(
+        2, 1
+    )
     k, k_norm = _normed(k, [of_k], call)
     return in_heads(q.to(call.dtype), k, v), (q_weight, keys), (*q_norm, *k_norm)
 

@@ -22,13 +22,12 @@ from ..autocast import autocast_dtype
 from ..dtypes import dtypes_of
 from ..functional.nodes import release
 from ..functional.tail import cleared, runs_kernels
-from ..scalars import bucket_of
+from ..scalars import rounded_size
 from ..settings import is_batch_invariant
 from ..tracing import as_constant, is_exporting, is_recording
 from ..validation import runs_transforms
 
 ALIGNMENT = 64  # elements; cuBLAS and TMA read operands that start at multiples of 16 bytes
-STEPS = 16  # numbers of rows in an octave that GEMMs see, as of `Jagged.rounded`
 
 
 def may_be_one_node(x: Tensor, *modules: nn.Module, on_cpu: bool = False) -> bool:
@@ -54,15 +53,15 @@ def _is_recorded() -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    # Also false for the subclass that parametrisation makes, and for quantised weights.
     if not type(module).__module__.startswith(("torch.nn.modules.", "jagged_modules.")):
-        return False
+        return False  # parametrised, quantised or a user's
     own: Any = module  # torch has no public name for these
     for x in own._parameters.values():
         if not (x is None or type(x) is nn.Parameter or type(x) is Tensor):
             return False
-    # a tensor that took a parameter's place
-    return not ("weight" in vars(module) or "bias" in vars(module) or has_call_of_its_own(module))
+    if "weight" in vars(module) or "bias" in vars(module):
+        return False  # a tensor took a parameter's place
+    return not has_call_of_its_own(module)
 
 
 def has_call_of_its_own(module: nn.Module) -> bool:
@@ -125,12 +124,17 @@ def bias_columns(dtype: torch.dtype) -> int:
     return BIAS_COLUMNS if dtype.itemsize == 2 else 0
 
 
+def _is_copied(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether `gemm_rows` copies x, to clear or to cast it."""
+    return end is not None or x.dtype != dtype
+
+
 def rounded_rows(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> int:
-    """Rows for GEMMs that take x in this dtype, cleared behind the end: if that copies it, as
-    `Jagged.rounded`, so that cuBLAS sees few numbers of rows; in a graph, those of x."""
-    if (end is None and x.dtype == dtype) or is_recording(x.device):
+    """The number of rows for the copy of x that `gemm_rows` makes on a GPU: x's own, rounded up, so
+    that cuBLAS sees few. x's own if nothing is copied, or while a graph is recorded."""
+    if not _is_copied(x, end, dtype) or is_recording(x.device):
         return x.shape[0]
-    return bucket_of(x.shape[0], STEPS, 8)[0]
+    return rounded_size(x.shape[0])
 
 
 def gemm_rows(
@@ -140,15 +144,15 @@ def gemm_rows(
     num_rows: int | None = None,
     has_columns: bool = True,
 ) -> Tensor:
-    """x `[L, K]` in the dtype of a GEMM, cleared behind the end. On a GPU a copy has what `linear`
-    and `linear_gradients` know: `BIAS_COLUMNS` columns behind its own in 16 bits, and rows of 0.
+    """x `[L, K]` in the dtype of a GEMM, cleared behind the end. On a GPU, a copy has more rows, of
+    0, and in 16 bits `BIAS_COLUMNS` more columns, of 1, 0, 0, ...: `linear` skips them, and
+    `linear_gradients` takes the bias's gradient from them.
 
     Args:
         num_rows: of such a copy; None: L.
         has_columns: whether it has the columns.
     """
-    is_copied = end is not None or x.dtype != dtype
-    if x.dim() != 2 or not (x.is_cuda and is_copied):
+    if x.dim() != 2 or not (x.is_cuda and _is_copied(x, end, dtype)):
         return cleared(x, end, dtype)
     extra = bias_columns(dtype) if has_columns else 0
     if runs_kernels(x):
@@ -163,9 +167,9 @@ def gemm_rows(
     return torch.cat([x, x.new_ones(x.shape[0], 1), x.new_zeros(x.shape[0], extra - 1)], 1)
 
 
-def attended(x: Tensor, num_rows: int, end: Tensor | None) -> Tensor:
-    """The projection x of `gemm_rows` as attention takes it: as it is if attention clears what is
-    behind the end; otherwise of the first rows alone."""
+def rows_for_attention(x: Tensor, num_rows: int, end: Tensor | None) -> Tensor:
+    """The projected rows x. Without an end, those that `gemm_rows` added are cut off; with one,
+    attention skips them."""
     return x[:num_rows] if end is None else x
 
 
@@ -244,9 +248,9 @@ def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def node_dtype(
     x: Tensor, linears: Sequence[nn.Module], *others: nn.Module, on_cpu: bool = False
 ) -> torch.dtype | None:
-    """The dtype in which a node computes these modules for x; None where they are called: see
-    `may_be_one_node`. It computes the first ones, `linears`, by `linear`: each is an nn.Linear with
-    a bias, and their parameters have one dtype, that of x or one that autocast casts to x's."""
+    """The dtype of a node's GEMMs; None if the modules are called instead: see `may_be_one_node`.
+    Each of `linears` must be an nn.Linear with a bias. After autocast's casts, x and all their
+    parameters must have one dtype, which jagged_attention takes."""
     if not may_be_one_node(x, *linears, *others, on_cpu=on_cpu) or runs_transforms():
         return None
     # Lists here, and in `cast`: a generator costs the host a call for each element.

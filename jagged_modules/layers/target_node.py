@@ -27,7 +27,6 @@ from ..functional.tail import runs_kernels, with_zero_tail
 from ..masks import AttentionMask
 from ..segments import RowSegments, values_are_checkable
 from .one_node import (
-    attended,
     cast,
     dropout_gradient,
     dropped,
@@ -37,6 +36,7 @@ from .one_node import (
     linear_gradients,
     parameters_of,
     rounded_rows,
+    rows_for_attention,
 )
 from .targets import Targets
 
@@ -63,7 +63,8 @@ class TargetInputs(NamedTuple):
 
 class TargetCall(NamedTuple):
     """What a node of targets computes. dtype: of the GEMMs' operands. dropout, attention_dropout:
-    probabilities, 0 outside of training. mask: of the history's own rows."""
+    probabilities, 0 outside of training. mask: set by `self_target_node.py` alone, for the
+    history's attention to itself."""
 
     given: Targets
     num_heads: int
@@ -154,27 +155,28 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         inputs, call = TargetInputs(*arguments[:-1]), arguments[-1]
         shape, y = inputs.targets.shape[:-1], linear(*_attended(ctx, inputs, call))
-        y = torch.unflatten(y[: shape.numel()], 0, shape)
+        y = torch.unflatten(y[: shape.numel()], 0, shape)  # without what gemm_rows added
         return with_zero_tail(y, call.given.end)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        count, tensors = len(_Saved._fields), ctx.saved_tensors  # which may be read once
+        count, tensors = len(_Saved._fields), ctx.saved_tensors  # once: checkpointing refuses a second read
         saved, segments = _Saved(*tensors[:count]), list(tensors[count:])
         of_targets, of_history, *wanted = ctx.needs_input_grad[:-1]
         of_q, of_keys, of_out = wanted[:2], wanted[2:4], wanted[4:]
         of_targets_dtype, of_history_dtype, dtype = ctx.dtypes
         needs_dh, h = any((of_targets, of_history, *wanted[:4])), saved.h
-        of_dy = saved.end, h.dtype, None if saved.end is None else h.shape[0], False
-        dy = gemm_rows(_rows(dy, saved.end), *of_dy).flatten(0, -2)
+        num_rows = None if saved.end is None else h.shape[0]
+        dy = gemm_rows(_rows(dy, saved.end), saved.end, h.dtype, num_rows, has_columns=False)
+        dy = dy.flatten(0, -2)
         dh, *dout = linear_gradients(dy, h, saved.out_weight, [needs_dh, *of_out], h.dtype, dtype)
         if dh is None:
             return *[None] * 6, *dout, None
         dh = dropout_gradient(dh, saved.kept, ctx.dropout)
         do = in_order(dh, saved.order).view_as(saved.out)
         attention = saved.q, saved.k, saved.v, segments, *ctx.options
-        # rows in another order are a copy, of the queries' alone
+        # `in_order` copies dq, and takes the queries' rows alone
         of_dq = saved.targets.shape[0] if saved.inverse is None else saved.q.shape[0]
         rows = of_dq, saved.history.shape[0]
         queries, keys = ctx.shape.numel(), saved.k.shape[0]
@@ -207,8 +209,9 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
     of_history = history, end_of_history, dtype
     history = gemm_rows(*of_history, rounded_rows(*of_history))
     num_rows = inputs.targets.shape[:-1].numel()
-    q = attended(linear(targets, q_weight, q_bias), num_rows, end)
+    q = rows_for_attention(linear(targets, q_weight, q_bias), num_rows, end)
     q = torch.unflatten(in_order(q, order), 1, (heads, -1))
+    # keys are always cut: the backward counts the history's rows by them
     kv = linear(history, kv_weight, kv_bias)[: inputs.history.shape[0]]
     kv = torch.unflatten(kv, 1, (2 * heads, -1))
     k, v = kv.chunk(2, 1)
