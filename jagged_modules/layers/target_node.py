@@ -161,7 +161,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        count, tensors = len(_Saved._fields), ctx.saved_tensors  # once: checkpointing refuses a second read
+        count, tensors = len(_Saved._fields), ctx.saved_tensors  # checkpointing allows one read
         saved, segments = _Saved(*tensors[:count]), list(tensors[count:])
         of_targets, of_history, *wanted = ctx.needs_input_grad[:-1]
         of_q, of_keys, of_out = wanted[:2], wanted[2:4], wanted[4:]
