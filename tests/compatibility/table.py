@@ -165,8 +165,14 @@ FEATURES = {  # by the file of their tests
             for plan in ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard")
         ),
         *(
-            Feature(f"TrainPipeline{name}", "The same with row-wise tables and this pipeline.")
-            for name in ("Base", "SparseDist", "SparseDistLite")
+            Feature(name, "The same with row-wise tables and this pipeline.")
+            for name in (
+                "TrainPipelineBase",
+                "TrainPipelineSparseDist",
+                "TrainPipelineSparseDistLite",
+                "TrainPipelineSparseDistT",
+                "TrainEvalHybridPipelineBase",
+            )
         ),
         Feature(
             "EvalPipelineSparseDist",
@@ -180,6 +186,12 @@ FEATURES = {  # by the file of their tests
                 "PrefetchTrainPipelineSparseDist",
                 "StagedTrainPipeline",
             )
+        ),
+        Feature("permuted features", f"By FBGEMM's `permute_2D_sparse_data`. {SAME}"),
+        Feature(
+            "MPZCH, evaluation",
+            "`HashZchManagedCollisionModule` maps ids of any size to rows. Results equal those of"
+            " the rows' numbers as ids.",
         ),
         Feature(
             "TorchRec quantisation",
