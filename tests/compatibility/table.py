@@ -190,8 +190,7 @@ FEATURES = {  # by the file of their tests
         Feature("permuted features", f"By FBGEMM's `permute_2D_sparse_data`. {SAME}"),
         Feature(
             "MPZCH, evaluation",
-            "`HashZchManagedCollisionModule` maps ids of any size to rows. Results equal those of"
-            " the rows' numbers as ids.",
+            "`HashZchManagedCollisionModule` maps ids to rows. Results equal those of these rows.",
         ),
         Feature(
             "TorchRec quantisation",
@@ -317,8 +316,6 @@ layer is named where it differs from most. Numbers in brackets refer to the note
 ## Notes
 
 {numbered}
-
-`python -m tests.compatibility.table docs/compatibility.md` writes this page.
 """  # noqa: E501
 
 
