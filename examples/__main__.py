@@ -29,5 +29,4 @@ def main(arguments: list[str]) -> None:
         os.execv(sys.executable, [sys.executable, str(found[arguments[0]]), *arguments[1:]])
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+main(sys.argv[1:])
