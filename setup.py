@@ -1,4 +1,4 @@
-"""The two packages and where they lie, and the metadata that names the repository. The rest and
+"""The packages and where they lie, and the metadata that names the repository. The rest and
 tool settings are in pyproject.toml."""
 
 import os
@@ -38,14 +38,18 @@ def project_urls() -> dict[str, str]:
     return urls if ADDRESS else {}
 
 
+EXAMPLES = "jagged_modules.examples"
+
 setup(
     packages=[
         *find_packages(".", include=["jagged_modules*"]),
         *find_packages("kernels", include=["jagged_kernels*"]),
+        *(EXAMPLES, f"{EXAMPLES}.data", f"{EXAMPLES}.models"),
     ],
-    package_dir={"jagged_kernels": "kernels/jagged_kernels"},
+    package_dir={"jagged_kernels": "kernels/jagged_kernels", EXAMPLES: "examples"},
     package_data={
         "jagged_modules": ["py.typed", "cpp/*.cpp", "cpp/*.h"],
+        EXAMPLES: ["*.html", "*.mplstyle", "Caddyfile"],
         "jagged_kernels": ["py.typed"],
     },
     long_description=readme(),

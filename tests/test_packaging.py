@@ -22,7 +22,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGES = {
     "jagged_modules": ROOT / "jagged_modules",
     "jagged_kernels": ROOT / "kernels" / "jagged_kernels",
+    "jagged_modules/examples": ROOT / "examples",
 }
+# of examples/: for other compilers and other programs than Python's
+NOT_INSTALLED = {"cpp", "docker", "results"}
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 OPTIONAL = {"triton", "torchrec", "fbgemm_gpu"}
 # Hosts that the project may name in an address. Package indexes are the user's to choose, so none
@@ -44,6 +47,7 @@ DATA_HOSTS = {
     "files.grouplens.org",
     "kuairand.com",
     "mcauleylab.ucsd.edu",
+    "raw.githubusercontent.com",
     "snap.stanford.edu",
     "tianchi.aliyun.com",
     "www.yelp.com",
@@ -108,16 +112,18 @@ def wheel(sdist):
 
 
 def files_of_packages(of_folder):
-    """Paths of the files of both packages, below `of_folder(package)`."""
+    """Paths of the packages' files, below `of_folder(package)`."""
     return {
         f"{of_folder(package)}/{path.relative_to(folder).as_posix()}"
         for package, folder in PACKAGES.items()
         for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file()
+        and "__pycache__" not in path.parts
+        and not (package == "jagged_modules/examples" and NOT_INSTALLED & {*path.parts})
     }
 
 
-def test_wheel_holds_exactly_the_two_packages(wheel):
+def test_wheel_holds_exactly_the_packages(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert names == files_of_packages(lambda package: package)
 
@@ -279,6 +285,28 @@ def test_installed_wheel_runs_without_the_source_tree(wheel, tmp_path):
     script += "print(jagged_modules.__file__, jagged_kernels.__file__, sep='\\n')"
     *_, modules, kernels = run(sys.executable, "-I", "-S", "-c", script, cwd=tmp_path).splitlines()
     assert Path(modules).is_relative_to(target) and Path(kernels).is_relative_to(target)
+
+
+def test_programs_of_the_installed_wheel(wheel, tmp_path):
+    """They find the modules and files beside them, without the source tree."""
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    env = dict(os.environ, PYTHONPATH=str(tmp_path))
+
+    def program(*arguments):
+        return run(
+            sys.executable, "-m", "jagged_modules.examples", *arguments, cwd=tmp_path, env=env
+        )
+
+    listed = dict(line.split(maxsplit=1) for line in program().splitlines())
+    assert {"train_dlrm", "serve_ranking"} <= {*listed}
+    assert listed["train_hstu"] == "Trains a next-item model on histories"
+    log = [f"u{user},i{(user + k) % 30},{k}" for user in range(40) for k in range(6)]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp", *log]))
+    options = ("--data", "log.csv", "--epochs", 1, "--embedding-dim", 8, "--out", "runs")
+    program("train_hstu", *map(str, options))
+    assert (tmp_path / "runs" / "metrics.json").exists()
+    with pytest.raises(AssertionError, match="no program 'nope'; choose from .*train_hstu"):
+        program("nope")
 
 
 def test_import_needs_torch_alone():

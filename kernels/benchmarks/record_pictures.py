@@ -23,6 +23,11 @@ PUBLISHED_STAGES = {
     PORTABLE: 1.944 / 0.580,
     OURS: 1.944 / 0.482,
 }
+# the strongest peers, and what models usually do
+COMPARED = (
+    *(OURS, "FlashAttention-4, folded", "SDPA cuDNN, folded", "FBGEMM ikbo (Triton)"),
+    *("padded", "replicate + SDPA cuDNN", INPUT_REPLICATED),
+)
 FLOORS = {  # op -> beginnings of the titles of the tables whose % of floor is drawn
     "linear_compress": ("batch size",),
     "attention": ("jagged self-attention", "target attention"),
@@ -188,7 +193,23 @@ def candidates(figure, rows: list[dict]) -> None:
     )
 
 
+def peers(figure, rows: list[dict]) -> None:
+    """The README's picture. All was measured on one device."""
+    left, right = figure.subplots(1, 2)
+    attention = series(rows, "attention", "target attention", r"history (\d+)", "forward_tflops")
+    compression = series(
+        rows, "linear_compress", "candidates per user", r"(\d+) per user", "forward_tflops"
+    )
+    for axes, points, title, xlabel in (
+        (left, attention, "target attention, forward", "history, rows"),
+        (right, compression, "linear compression, forward", "candidates per user"),
+    ):
+        kept = {name: points[name] for name in COMPARED if name in points}
+        draw_lines(axes, kept, title, xlabel, "TFLOP/s")
+
+
 PICTURES = {  # file -> function that draws it, size in inches, of which pages have about nine
+    "peers.png": (peers, (9, 4.2)),
     "ladders.png": (ladders, (9, 4.2)),
     "lengths.png": (lengths, (8, 9)),
     "floors.png": (floors, (8, 10)),

@@ -165,8 +165,14 @@ FEATURES = {  # by the file of their tests
             for plan in ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard")
         ),
         *(
-            Feature(f"TrainPipeline{name}", "The same with row-wise tables and this pipeline.")
-            for name in ("Base", "SparseDist", "SparseDistLite")
+            Feature(name, "The same with row-wise tables and this pipeline.")
+            for name in (
+                "TrainPipelineBase",
+                "TrainPipelineSparseDist",
+                "TrainPipelineSparseDistLite",
+                "TrainPipelineSparseDistT",
+                "TrainEvalHybridPipelineBase",
+            )
         ),
         Feature(
             "EvalPipelineSparseDist",
@@ -180,6 +186,11 @@ FEATURES = {  # by the file of their tests
                 "PrefetchTrainPipelineSparseDist",
                 "StagedTrainPipeline",
             )
+        ),
+        Feature("permuted features", f"By FBGEMM's `permute_2D_sparse_data`. {SAME}"),
+        Feature(
+            "MPZCH, evaluation",
+            "`HashZchManagedCollisionModule` maps ids to rows. Results equal those of these rows.",
         ),
         Feature(
             "TorchRec quantisation",
@@ -305,8 +316,6 @@ layer is named where it differs from most. Numbers in brackets refer to the note
 ## Notes
 
 {numbered}
-
-`python -m tests.compatibility.table docs/compatibility.md` writes this page.
 """  # noqa: E501
 
 

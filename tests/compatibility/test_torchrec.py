@@ -28,6 +28,10 @@ torchrec = pytest.importorskip("torchrec")
 
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed import sharding_plan as plans
+from torchrec.distributed.train_pipeline.experimental_pipelines import (
+    TrainEvalHybridPipelineBase,
+    TrainPipelineSparseDistT,
+)
 from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage, SparseDataDistUtil
 from torchrec.distributed.train_pipeline.train_pipelines import (
     EvalPipelineSparseDist,
@@ -42,6 +46,12 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.fx import symbolic_trace
 from torchrec.inference.modules import quantize_inference_model
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TorchRec's and torch's own
@@ -334,6 +344,16 @@ def test_sparse_dist_lite(case, two_ranks):
     two_ranks.run(train, case.name, "row_wise", TrainPipelineSparseDistLite)
 
 
+@feature("TrainPipelineSparseDistT", fast=2)
+def test_sparse_dist_with_a_thread(case, two_ranks):
+    two_ranks.run(train, case.name, "row_wise", TrainPipelineSparseDistT)
+
+
+@feature("TrainEvalHybridPipelineBase", fast=2)
+def test_hybrid(case, two_ranks):
+    two_ranks.run(train, case.name, "row_wise", TrainEvalHybridPipelineBase)
+
+
 def evaluate_in_pipeline(name):
     batches = make_batches(dist.get_rank())
     model, plain = sharded(name, "row_wise").eval(), make_model(name).eval()
@@ -380,6 +400,52 @@ def test_tracer(case):
     traced = symbolic_trace(model)
     assert "layer" in [node.target for node in traced.graph.nodes if node.op == "call_module"]
     assert torch.equal(traced(batch)[1], model(batch)[1])
+
+
+@feature("permuted features")
+def test_permuted_features(case):
+    model, batch = make_model(case.name), make_batches()[0]
+    results = []
+    for features in (batch, batch.permute([1, 0])):
+        model.zero_grad()
+        loss, out = model(features)
+        loss.backward()
+        results.append([out, *(x.grad.clone() for x in model.parameters())])
+    torch.testing.assert_close(*results)
+
+
+def with_managed_ids(collection):
+    """The collection, whose ids MPZCH maps. FBGEMM enters new ids on a GPU only; in evaluation, an
+    id that was never entered has the row of its hash."""
+    bags = isinstance(collection, torchrec.EmbeddingBagCollection)
+    tables = collection.embedding_bag_configs() if bags else collection.embedding_configs()
+    modules = {
+        table.name: HashZchManagedCollisionModule(
+            zch_size=NUM_ITEMS, device=torch.device("cpu"), total_num_buckets=1
+        )
+        for table in tables
+    }
+    kind = ManagedCollisionEmbeddingBagCollection if bags else ManagedCollisionEmbeddingCollection
+    return kind(collection, ManagedCollisionCollection(modules, tables), True).eval()
+
+
+@feature("MPZCH, evaluation")
+@torch.no_grad()
+def test_managed_ids(case):
+    model, batch, rows = make_model(case.name).eval(), make_batches()[0], []
+    managed = copy.deepcopy(model)
+    for name, collection in collections(model).items():
+        mapped = with_managed_ids(collection)
+        mapped.register_forward_hook(
+            lambda _, features, result: rows.append(result[1]) or result[0]
+        )
+        setattr(managed, name, mapped)
+    large = torchrec.KeyedJaggedTensor(
+        FEATURES, 10**12 + 7**9 * batch.values(), lengths=batch.lengths()
+    )
+    _, out = managed(large)
+    assert rows[0].values().unique().numel() > NUM_ITEMS // 4
+    assert torch.equal(out, model(rows[0])[1])
 
 
 @feature("TorchRec quantisation")

@@ -57,6 +57,21 @@ def test_finds_the_project(notebook, folder, monkeypatch):
     assert {str(ROOT), str(ROOT / "kernels")} <= set(map(os.path.normpath, sys.path))
 
 
+def test_finds_the_installed_package(notebook, tmp_path, monkeypatch):
+    """Outside of a clone. Its modules beside the programs would hide others of their names."""
+    first, _, _ = code_cells(notebook)[0].source.partition("%matplotlib")
+    root = tmp_path / "site" / "jagged_modules"
+    (root / "examples").mkdir(parents=True)
+    (root / "examples" / "train_dlrm.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(root.parent)])
+    names = {}
+    exec(compile(first, "first cell", "exec"), names)
+    assert names["root"] == root
+    assert sys.path == [str(root / "examples"), str(tmp_path), str(root.parent)]
+
+
 def test_committed_outputs_are_whole(notebook):
     cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
