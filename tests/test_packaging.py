@@ -44,6 +44,7 @@ DATA_HOSTS = {
     "files.grouplens.org",
     "kuairand.com",
     "mcauleylab.ucsd.edu",
+    "raw.githubusercontent.com",
     "snap.stanford.edu",
     "tianchi.aliyun.com",
     "www.yelp.com",
