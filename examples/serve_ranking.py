@@ -3,7 +3,8 @@
 
 FILE is the weights.pt that train_dlrm.py or train_hstu.py wrote. Without --weights, a small ranking
 model is trained on generated data first, once, in --out. The histories are those of the training's
-log, without its test split. docs/serving.md has the requests and figures.
+log, without its test split, or with --without-log empty. docs/serving.md has the requests and
+figures.
 """
 
 import argparse
@@ -99,6 +100,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--cache-mb must be finite and at least 0, not {options.cache_mb}")
     if not re.fullmatch(r"[\w.-]+", options.name, re.ASCII):
         parser.error(f"--name must be letters, digits, '_', '.' or '-', not {options.name!r}")
+    if options.without_log and (options.data or options.unknown_users == "popular"):
+        parser.error("--without-log cannot be given with --data or --unknown-users popular")
     if (options.tls_certificate is None) != (options.tls_key is None):
         parser.error("--tls-key must be given together with --tls-certificate")
     return options
@@ -128,6 +131,11 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "--tls-certificate", type=Path, help="PEM file; HTTPS on both ports if given"
     )
     parser.add_argument("--tls-key", type=Path, help="PEM file of the certificate's key")
+    parser.add_argument(
+        "--without-log",
+        action="store_true",
+        help="read no log: users' events are those of their requests; for next-item models",
+    )
     parser.add_argument(
         "--access-log",
         help="file to which a line of JSON is appended for each answer; -: standard error",
@@ -174,7 +182,7 @@ def make_service(options: argparse.Namespace) -> Service:
         options.max_wait_ms / 1e3,
     )
     limits = ServiceLimits(batches, options.max_candidates, deadline=options.deadline_ms / 1e3)
-    ranker = ranker_from_options(load_weights(path), options)
+    ranker = ranker_from_options(load_weights(path), options, options.without_log)
     store = None
     if options.events is not None:
         log = ranker.settings["log_fingerprint"]

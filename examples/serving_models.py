@@ -11,9 +11,10 @@ import train_dlrm
 import train_hstu
 from checkpoints import Weights
 from data.event_log import EventLog
+from published_ids import Ids, Vocabulary
 from ranking_data import RankingDataset, ranges
 from ranking_model import INTERACTIONS, PaddedTargetAttention
-from sequence_data import SequenceDataset
+from sequence_data import SequenceDataset, Windows
 from sequence_model import ENCODERS
 from serving_rankers import CacheKind, Histories, Ranker, RankingRanker, SequenceRanker
 from training import pick_device
@@ -68,7 +69,9 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def ranker_from_options(weights: Weights, options: argparse.Namespace) -> Ranker:
+def ranker_from_options(
+    weights: Weights, options: argparse.Namespace, without_log: bool = False
+) -> Ranker:
     """The ranker of a file of weights and the options of `add_ranker_options` and
     `add_cache_options`."""
     device, cache_bytes = pick_device(options.device), int(options.cache_mb * 1e6)
@@ -76,6 +79,7 @@ def ranker_from_options(weights: Weights, options: argparse.Namespace) -> Ranker
         dtype=DTYPES[options.dtype],
         graphs=uses_graphs(options, device),
         cache_dtype=CACHE_DTYPES.get(options.cache_dtype),
+        without_log=without_log,
     )
     return make_ranker(weights, device, cache_bytes, options.data, options.page_rows, **kinds)
 
@@ -102,6 +106,7 @@ def make_ranker(
     dtype: torch.dtype = torch.float32,
     graphs: bool = False,
     cache_dtype: torch.dtype | None = None,
+    without_log: bool = False,
 ) -> Ranker:
     """The ranker of a file of weights and its log. The histories are those before the test split.
 
@@ -114,21 +119,25 @@ def make_ranker(
         dtype: of the dense layers and of the cache.
         graphs: whether batches are replayed from CUDA graphs.
         cache_dtype: of cached keys and values in 8 bits; `dtype` if None.
+        without_log: whether no log is read, and the histories of its users are empty.
 
     Raises:
-        ValueError: the model has no ranker, or none with a cache; the log is not that of the
-            training; a history does not fit the cache; there is a cache_dtype and no cache.
+        ValueError: the model has no ranker, or none with a cache or without a log; the log is not
+            that of the training; a history does not fit the cache; there is a cache_dtype and no
+            cache.
     """
     name, cache = weights.settings["model"], CacheKind(cache_bytes, page_rows, cache_dtype)
     if cache_dtype is not None and not cache_bytes:
         raise ValueError("--cache-dtype needs a cache, got --cache-mb 0")
+    if without_log and name not in ENCODERS:
+        raise ValueError(f"--without-log needs a next-item model, not {name}, which has features")
     options = dict(cache=cache, dtype=dtype, graphs=graphs)
     if name in INTERACTIONS:
         ranker = _ranking_ranker(weights, device, data, **options)
         if fuse_broadcasts and isinstance(ranker.model.head.interaction, PaddedTargetAttention):
             ranker.model.head.interaction.fuse_broadcasts()
     elif name in ENCODERS:
-        ranker = _sequence_ranker(weights, device, data, **options)
+        ranker = _sequence_ranker(weights, device, data, without_log, **options)
     else:
         raise ValueError(
             f"no ranker for the model {name!r}; models are {(*INTERACTIONS, *ENCODERS)}"
@@ -178,10 +187,10 @@ def _ranking_ranker(
 
 
 def _sequence_ranker(
-    weights: Weights, device: torch.device, data: str | None, **run: Any
+    weights: Weights, device: torch.device, data: str | None, without_log: bool, **run: Any
 ) -> SequenceRanker:
     settings = weights.settings
-    options = options_of(train_hstu, settings, data)
+    options = options_of(train_hstu, {**settings, "data": None} if without_log else settings, data)
     if options.model != "hstu" or options.intervals or options.relative_time:
         what = (
             f"{options.model}, intervals {options.intervals}, relative_time {options.relative_time}"
@@ -190,13 +199,23 @@ def _sequence_ranker(
             "a next-item model is served with the encoder hstu, without intervals and"
             f" relative_time, not {what}"
         )
-    dataset = train_hstu.load_datasets(options)["test"]
-    _check_log(weights, dataset, options.data)
+    if without_log:
+        dataset = _without_events(weights.vocabulary)
+    else:
+        dataset = train_hstu.load_datasets(options)["test"]
+        _check_log(weights, dataset, options.data)
     log = dataset.log
     model = train_hstu.make_model(options, options.model, log.num_items, device)
     state = _state(log, np.zeros_like(log.item), dataset.windows.end)
     run |= dict(max_history=options.max_history, settings=settings, vocabulary=dataset.vocabulary)
     return SequenceRanker(model, **state, **run)
+
+
+def _without_events(vocabulary: Vocabulary) -> SequenceDataset:
+    """The users and the items of a vocabulary, without events."""
+    users, items = (Ids(vocabulary.names[table]) for table in ("user", "item"))
+    none = np.zeros(0, np.int64)
+    return SequenceDataset(EventLog(none, none, None, users, items), Windows(none, none))
 
 
 def _state(log: EventLog, rating: np.ndarray, held_out: np.ndarray) -> dict[str, Any]:

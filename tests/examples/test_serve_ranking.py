@@ -288,6 +288,14 @@ def test_bad_options(capsys, option, value, expected):
     assert f"--{option} must be {expected}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [["--data", "x"], ["--unknown-users", "popular"]])
+def test_what_needs_a_log(capsys, options):
+    with pytest.raises(SystemExit):
+        serve_ranking.main(["--without-log", *options])
+    message = "--without-log cannot be given with --data or --unknown-users popular"
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

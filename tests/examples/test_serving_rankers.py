@@ -3,6 +3,7 @@ equal the offline evaluation."""
 
 import os
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -104,6 +105,25 @@ def test_several_requests_of_a_user(served, name):
             for user, events in ((7, 2), (3, 0), (7, 0), (9, 1), (3, 0), (7, 0))
         ]
         assert_same_scores(together.score(batch), [alone.score([request])[0] for request in batch])
+
+
+@pytest.mark.parametrize("cache", [0, CACHE])
+def test_scores_without_a_log_are_those_of_the_same_events(served, cache):
+    """The requests bring the histories that the log would."""
+    whole, bare = (ranker_of(served["hstu"], cache, without_log=x) for x in (False, True))
+    requests = Requests(whole).batch()
+    histories = [whole.histories.window(x.user, x.events, whole.max_history) for x in requests]
+    assert min(len(history.item) for history in histories) > 1
+    found = [replace(x, events=y) for x, y in zip(requests, histories, strict=True)]
+    assert_same_scores(bare.score(found), whole.score(requests))
+    assert bare.histories.users[3] == whole.histories.users[3] and not bare.held_out
+    again = [replace(x, events=NONE) for x in requests]
+    assert_same_scores(bare.score(again), whole.score(again))
+
+
+def test_a_ranking_model_needs_its_log(served):
+    with pytest.raises(ValueError, match="--without-log needs a next-item model, not attention"):
+        ranker_of(served["attention"], without_log=True)
 
 
 @every_model
