@@ -31,6 +31,7 @@ from .capture import (
 from .certificate import certify, coarsest_eps
 from .clean_up import clean_up
 from .compress import find_compressions
+from .din import find_din_attentions
 from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
 from .eager import with_eager_form
@@ -335,13 +336,16 @@ def make_plan(
     before = costs.whole(captured.graph)
     if split_levels(captured.graph, analysis, estimate):
         analysis, costs = analysed()
-    distributor = Distributor(captured.graph, analysis, costs)
+    attentions = find_din_attentions(captured.graph, analysis, estimate).values()
+    kept = {x for match in attentions for x in match.replaced}
+    distributor = Distributor(captured.graph, analysis, costs, kept)
     if distributor.run():
         analysis, costs = analysed()
     analysis.refused |= distributor.reasons
     analysis.whole = distributor.whole
     fusions: dict[fx.Node, Fusion] = {
         **find_attentions(captured.graph, analysis, estimate),
+        **find_din_attentions(captured.graph, analysis, estimate),
         **find_level_attentions(captured.graph, analysis, estimate),
         **find_compressions(captured.graph, analysis),
     }

@@ -23,12 +23,13 @@ from .analysis import Analysis
 from .attention import TargetAttention
 from .calls import Call, first_of, flat, is_operator, is_tensor, positional
 from .compress import Compression
+from .din import DINAttention
 from .levels import LevelAttention
 from .lineage import Lineage, Size, product, shape_of, size_of
 from .own_operators import ATTENTIONS, LINEAR_COMPRESS, SegmentAttention, attention_flops
 from .processors import CPU, GPU, Processor
 
-Fusion = TargetAttention | LevelAttention | SegmentAttention | Compression
+Fusion = TargetAttention | LevelAttention | SegmentAttention | Compression | DINAttention
 
 # of estimates of work, at least: values that were just written are read from a cache. A smaller
 # gain may be a loss
@@ -179,6 +180,9 @@ class Costs:
         }
         read = sum(self.bytes(x) * shares.get(x, 1.0) for x in fusion.inputs)
         flops += sum(map(self._fused_flops, fusion.products))
+        if isinstance(fusion, DINAttention):  # the first linear multiplies q ∘ k alone
+            of_first = self._fused_flops(fusion.products[0])
+            flops -= of_first * (1 - 1 / len(fusion.mlp["features"]))
         return self.of(node, flops, read + self.bytes(node))
 
     def _fused_flops(self, node: fx.Node) -> float:

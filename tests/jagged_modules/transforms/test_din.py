@@ -1,0 +1,236 @@
+"""Attention of candidates with scores of an MLP becomes `din_attention` on the users' histories."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jagged_modules.transforms import fuse_broadcasts
+
+WIDTH, EVENTS, USERS = 8, 7, 4
+FEATURES = {
+    "q": lambda q, k: q,
+    "k": lambda q, k: k,
+    "q-k": lambda q, k: q - k,
+    "q*k": lambda q, k: q * k,
+}
+
+
+class Dice(nn.Module):
+    def __init__(self, units, affine):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(units, eps=1e-8, affine=affine)
+        self.slope = nn.Parameter(torch.rand(units))
+        self.norm.running_mean.normal_()
+        self.norm.running_var.uniform_(0.5, 2)
+
+    def forward(self, z):
+        p = self.norm(z.flatten(0, -2)).view(z.shape).sigmoid()
+        return (1 - p) * self.slope * z + p * z
+
+
+class Flat(nn.Module):
+    """PReLU with a slope for each unit: torch takes dimension 1 for the units."""
+
+    def __init__(self, units):
+        super().__init__()
+        self.prelu = nn.PReLU(units)
+
+    def forward(self, z):
+        return self.prelu(z.flatten(0, 1)).view(z.shape)
+
+
+ACTIVATIONS = {
+    "sigmoid": lambda units: nn.Sigmoid(),
+    "relu": lambda units: nn.ReLU(),
+    "silu": lambda units: nn.SiLU(),
+    "prelu": lambda units: nn.PReLU(),
+    "prelu of units": Flat,
+    "dice": partial(Dice, affine=False),
+    "dice, affine": partial(Dice, affine=True),
+    "identity": lambda units: nn.Identity(),
+}
+
+
+def shown(mask, events):
+    """The bool mask of lengths, or itself."""
+    return mask if mask.dim() == 2 else torch.arange(events) < mask[:, None]
+
+
+# how events that do not count are left out of the sum: [B, T], [B, T]
+MASKS = {
+    "times": lambda s, mask: s * mask,
+    "times numbers": lambda s, mask: mask.to(s.dtype) * s,
+    "filled": lambda s, mask: s.masked_fill(~mask, 0.0),
+    "where": lambda s, mask: torch.where(mask, s, torch.zeros_like(s)),
+    "softmax": lambda s, mask: s.masked_fill(~mask, -math.inf).softmax(-1),
+    "softmax, where": lambda s, mask: torch.where(mask, s, -math.inf).softmax(-1),
+    "softmax of all": lambda s, mask: s.softmax(-1),
+    "all": lambda s, mask: s,
+}
+SUMS = {
+    "sum": lambda s, v: (s.unsqueeze(-1) * v).sum(1),
+    "kept dimension": lambda s, v: (v * s.view(-1, EVENTS, 1)).sum(-2, keepdim=True),
+    "product": lambda s, v: torch.bmm(s.unsqueeze(1), v).squeeze(1),
+    "transposed": lambda s, v: s.unsqueeze(-1).transpose(1, 2) @ v,
+}
+
+
+class DIN(nn.Module):
+    def __init__(
+        self,
+        activation="sigmoid",
+        mask="times",
+        total="sum",
+        features=("q", "k", "q-k", "q*k"),
+        flat=False,
+        bias=True,
+    ):
+        super().__init__()
+        sizes, layers = [len(features) * WIDTH, 16, 6], []
+        for columns, units in zip(sizes, sizes[1:]):
+            layers += [nn.Linear(columns, units, bias=bias), ACTIVATIONS[activation](units)]
+        self.mlp = nn.Sequential(*layers, nn.Linear(6, 1))
+        self.mask, self.total, self.features, self.flat = mask, total, features, flat
+
+    def scores(self, q, k):
+        q = q.unsqueeze(1).expand(-1, k.shape[1], -1)
+        x = torch.cat([FEATURES[name](q, k) for name in self.features], -1)
+        x = x.view(-1, x.shape[-1]) if self.flat else x
+        return self.mlp(x).view(-1, k.shape[1])
+
+    def forward(self, history, mask, item):
+        scores = MASKS[self.mask](self.scores(item, history), shown(mask, history.shape[1]))
+        return SUMS[self.total](scores, history)
+
+
+class Embedded(DIN):
+    """Of ids; the values are a linear of the events."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.items, self.values = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 5)
+
+    def forward(self, history, mask, item):
+        k = self.items(history)
+        scores = MASKS[self.mask](self.scores(self.items(item), k), shown(mask, EVENTS))
+        return SUMS[self.total](scores, self.values(k))
+
+
+def inputs(users, candidates, model=None, lengths=False):
+    """With hidden events, and a user of whom all are visible."""
+    generator = torch.Generator().manual_seed(users + candidates)
+    rand = partial(torch.randn, generator=generator)
+    if isinstance(model, Embedded):
+        rand = lambda *sizes: torch.randint(0, 20, sizes[:2] if len(sizes) > 2 else sizes[:1])  # noqa: E731
+    mask = torch.rand(users, EVENTS, generator=generator) < 0.6
+    mask[:, 2] = True
+    mask[0] = True
+    return dict(
+        history=rand(users, EVENTS, WIDTH),
+        mask=mask.sum(1) if lengths else mask,
+        item=rand(candidates, WIDTH),
+    )
+
+
+def fused_of(model, lengths=False):
+    """For more events than the tests have."""
+    given = inputs(16, 16, model, lengths)
+    dtype = next(model.parameters()).dtype
+    given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in given.items()}
+    return fuse_broadcasts(
+        model.eval(), given, request_only=("history", "mask"), max_batch=(20, 4000)
+    )
+
+
+def uses_din_attention(fused):
+    names = [getattr(node.target, "__name__", "") for node in fused.graph.nodes]
+    return "attend_by_mlp_in_place" in names
+
+
+def results(run, given, index=None):
+    """The result and the gradients of its square by inputs and parameters."""
+    leaves = [*run.parameters()]
+    given = dict(given)
+    for name, x in given.items():
+        if x.is_floating_point():
+            given[name] = x.clone().requires_grad_()
+            leaves.append(given[name])
+    replicated = {
+        name: x if index is None or name == "item" else x[index] for name, x in given.items()
+    }
+    out = run(**replicated) if index is not None else run(**given)
+    return out, torch.autograd.grad(out.square().sum(), leaves)
+
+
+def assert_same(fused, model, lengths=False, users=USERS, candidates=11):
+    dtype = next(model.parameters()).dtype
+    given = inputs(users, candidates, model, lengths)
+    given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in given.items()}
+    index = torch.arange(candidates) * 5 % users
+    graph = copy.deepcopy(fused)  # without the calls of the model for U >= C
+    out, grads = results(partial_of(graph, index), given)
+    expected, expected_grads = results(model, given, index)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert out.shape == expected.shape
+    for x, y in zip((out, *grads), (expected, *expected_grads), strict=True):
+        scale = max(float(y.abs().max()), 1.0)
+        torch.testing.assert_close(x, y, rtol=0, atol=tolerance * scale)
+
+
+def partial_of(graph, index):
+    """The graph as a model of users' and candidates' rows."""
+
+    class Run(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.graph = graph
+
+        def forward(self, **given):
+            return self.graph(**given, candidate_to_user=index)
+
+    return Run()
+
+
+CASES = [
+    *[dict(activation=x) for x in ACTIVATIONS],
+    *[dict(activation="dice", mask=x) for x in MASKS],
+    *[dict(activation="relu", mask="softmax", total=x) for x in SUMS],
+    dict(flat=True, activation="dice, affine", bias=False),
+    dict(features=("q*k", "k", "q")),
+    dict(features=("k", "q-k")),
+    dict(features=("q*k",), flat=True, mask="softmax"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", CASES, ids=lambda x: " ".join(map(str, x.values())))
+def test_results_and_gradients(case, dtype):
+    torch.manual_seed(0)
+    model = DIN(**case).to(dtype)
+    fused = fused_of(model)
+    assert uses_din_attention(fused)
+    assert "din_attention" in str(fused.report)
+    assert_same(fused, model)
+
+
+@pytest.mark.parametrize("mask", ["times", "softmax"])
+def test_lengths(mask):
+    torch.manual_seed(0)
+    model = DIN("relu", mask)
+    fused = fused_of(model, lengths=True)
+    assert uses_din_attention(fused)
+    assert_same(fused, model, lengths=True)
+
+
+@pytest.mark.parametrize("mask", ["times", "softmax"])
+def test_embeddings_and_other_values(mask):
+    torch.manual_seed(0)
+    model = Embedded(mask=mask).double()
+    fused = fused_of(model)
+    assert uses_din_attention(fused)
+    assert_same(fused, model)
