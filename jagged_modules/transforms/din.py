@@ -45,6 +45,8 @@ OF_NORMS = {
 }  # fmt: skip
 PAIRS: dict[Any, str] = {aten.sub.Tensor: "q-k", aten.mul.Tensor: "q*k"}
 REPEATS = aten.expand.default, aten.repeat.default
+NOTS = aten.bitwise_not.default, aten.logical_not.default
+TO_NUMBERS = aten._to_copy.default
 FILLS = aten.masked_fill.Scalar, aten.where.ScalarOther, aten.where.self
 Z, GATE, SLOPE = sympy.symbols("z gate slope")
 
@@ -130,6 +132,14 @@ def _size(x: fx.Node) -> Size:
     return product(shape_of(x.meta["val"]))
 
 
+def _shape(x: fx.Node) -> tuple[Size, Size, Size]:
+    """Of three dimensions."""
+    shape = shape_of(x.meta["val"])
+    if len(shape) != 3:
+        raise _NoMatch
+    return shape[0], shape[1], shape[2]
+
+
 class _Reader:
     """Reads the operators from the result back to the events."""
 
@@ -157,14 +167,7 @@ class _Reader:
         mlp = self._mlp(layers) | dict(features=features, normalize=normalize)
         operands = [key, value, *([] if mask is None else [mask])]
         _need(mask is None or shape_of(mask.meta["val"]) == (batch, events))
-        tensors = [query, key, value, *mlp["weights"], *(x for x in mlp["biases"] if x is not None)]
-        _need({x.meta["val"].dtype for x in tensors} == {self.node.meta["val"].dtype})
-        sizes = [int(x.meta["val"].shape[0]) for x in mlp["weights"][:-1]]
-        widths = [int(shape_of(x.meta["val"])[-1]) for x in (key, value)]
-        first = key.meta["val"]
-        _need(
-            first.device.type == "cpu" or has_kernels(*widths, tuple(sizes), first.element_size())
-        )
+        self._need_supported([query, key, value], mlp)
         _need(len(only_for(self.seen, self.node)) == len(self.seen))
         readers = [self.node, *self.seen]
         reads = {(x, y) for x in (key, value) for y in readers if x in y.all_input_nodes}
@@ -172,6 +175,19 @@ class _Reader:
         return DINAttention(
             self.node, query, operands, visible, mlp, products, self.reads | reads, lineage
         )
+
+    def _need_supported(self, operands: list[fx.Node], mlp: dict[str, Any]) -> None:
+        """One dtype, statistics apart, and on a GPU sizes that the kernels take."""
+        running = [*mlp["units"].get("running_means", ()), *mlp["units"].get("running_vars", ())]
+        given = [*operands, *mlp["weights"], *mlp["biases"], *sum(mlp["units"].values(), [])]
+        given = [x for x in given if x is not None and x not in running]
+        _need({x.meta["val"].dtype for x in given} == {self.node.meta["val"].dtype})
+        _need(all(x.meta["val"].dtype in (torch.float32, torch.float64) for x in running))
+        value = self.node.meta["val"]
+        widths = [int(x.meta["val"].shape[-1]) for x in operands[1:]]
+        hidden = tuple(int(x.meta["val"].shape[0]) for x in mlp["weights"][:-1])
+        on_cpu = value.device.type == "cpu"
+        _need(on_cpu or has_kernels(widths[0], widths[1], hidden, value.element_size()))
 
     def in_order(self, x: Any) -> fx.Node:
         """What x is a view of, with the same order of elements."""
@@ -202,15 +218,13 @@ class _Reader:
         else:
             _need(node.target in (aten.bmm.default, aten.matmul.default))
         first, second = positional(x)
-        for scores, value in ((first, second), (second, first)):
-            if not is_tensor(scores) or not is_tensor(value) or value.meta["val"].dim() != 3:
-                continue
-            batch, events, width = shape_of(value.meta["val"])
-            expected = (batch, 1, events) if x is node else (batch, events, 1)
-            if shape_of(scores.meta["val"]) == expected and width.is_Integer:
-                if x is not node or value is second:
-                    return scores, value
-        raise _NoMatch
+        _need(is_tensor(first) and is_tensor(second))
+        if x is not node and shape_of(second.meta["val"])[-1] == 1:
+            first, second = second, first
+        batch, events, width = _shape(second)
+        expected = (batch, 1, events) if x is node else (batch, events, 1)
+        _need(_shape(first) == expected and width.is_Integer)
+        return first, second
 
     def _masked(self, scores: fx.Node, fill: float) -> tuple[fx.Node, fx.Node | None, bool]:
         """The scores before a mask sets them to fill, and the mask and whether it shows events."""
@@ -222,6 +236,7 @@ class _Reader:
                 (given["condition"], given["other"]) if shown else (given["mask"], given["value"])
             )
             _need(value == fill or (fill == 0 and is_tensor(value) and value.target in ZEROS))
+            self.seen += [value] if is_tensor(value) else []
             scores = given["self"]
         elif scores.target is aten.mul.Tensor and fill == 0:
             first, second = positional(scores)
@@ -240,18 +255,13 @@ class _Reader:
 
     def _source(self, mask: fx.Node, visible: bool = True) -> tuple[fx.Node, bool]:
         """The bool tensor `[B, T]` that a mask of 0 and 1 is made of."""
-        while mask not in self.analysis.lineages or mask.meta["val"].dim() != 2 or not (
-            mask.meta["val"].dtype == torch.bool
-        ):  # fmt: skip
+        while True:
             is_bool = mask.meta["val"].dtype == torch.bool
-            if mask.target in (aten.bitwise_not.default, aten.logical_not.default) and is_bool:
+            if mask.target in NOTS and is_bool:
                 visible = not visible
-            elif mask.target not in KEEPS_ORDER and (
-                mask.target is not aten._to_copy.default or is_bool
-            ):
-                break
+            elif mask.target not in KEEPS_ORDER and (is_bool or mask.target != TO_NUMBERS):
+                return mask, visible
             mask = mask.args[0]
-        return mask, visible
 
     # -- the MLP -----------------------------------------------------------------------------------
 
@@ -261,12 +271,12 @@ class _Reader:
         x, units, activation = scores, 1, None
         while x.target is aten.linear.default:
             call = Call(x, {})
-            given = [y for y in (call["weight"], call["bias"]) if y is not None]
-            _need(not any(y in self.analysis.lineages or not _size(y).is_Integer for y in given))
-            rows, columns = call.shape(call["weight"])
-            _need(rows == units)
+            weight, bias = call["weight"], call["bias"]
+            columns = call.shape(weight)[-1]
+            _need(columns.is_Integer and call.shape(weight) == (units, columns))
+            _need(bias is None or call.shape(bias) == (units,))
             self.seen.append(x)
-            layers.insert(0, _Layer(x, call["weight"], call["bias"], activation))
+            layers.insert(0, _Layer(x, weight, bias, activation))
             x, units = self.in_order(call["input"]), int(columns)
             if x.target is not aten.cat.default:
                 activation = self._activation(x, units)
@@ -348,11 +358,11 @@ class _Reader:
         self, x: fx.Node, batch: Size, events: Size
     ) -> tuple[list[str], fx.Node, fx.Node]:
         """The names of the parts of a concatenation, the query and the key."""
-        call, shape = Call(x, {}), shape_of(x.meta["val"])
+        call, shape = Call(x, {}), _shape(x)
         parts = call["tensors"]
         width = shape[-1] / len(parts)
-        _need(shape[:-1] == (batch, events) and call.dim("dim", 3) == 2)
-        _need(all(shape_of(y.meta["val"])[2:] == (width,) for y in parts))
+        _need(shape[:2] == (batch, events) and call.dim("dim", 3) == 2)
+        _need(all(_shape(y)[2] == width for y in parts))
         self.seen.append(x)
         names, queries, keys = list[str](), set[fx.Node](), set[fx.Node]()
         for part in parts:
@@ -360,7 +370,7 @@ class _Reader:
             if part.target in PAIRS and part not in self.analysis.lineages:
                 name, own = PAIRS[part.target], positional(part)[:2]
                 _need(Call(part, {}).arguments.get("alpha", 1) == 1)
-                _need(all(is_tensor(y) and y.meta["val"].dim() == 3 for y in own))
+                _need(all(map(is_tensor, own)))
                 self.seen.append(part)
             sides = [self._side(y) for y in own]
             order = [is_key for _, is_key in sides]
@@ -379,7 +389,7 @@ class _Reader:
         if x.target in REPEATS:
             self.seen.append(x)
             x = x.args[0]
-        return x, shape_of(x.meta["val"])[1] != 1
+        return x, _shape(x)[1] != 1
 
 
 def _moves_one_row(x: fx.Node) -> bool:

@@ -6,8 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import fx, nn
 
 from jagged_modules.transforms import fuse_broadcasts
 
@@ -178,7 +177,7 @@ def assert_same(fused, model, lengths=False, users=USERS, candidates=11):
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     assert out.shape == expected.shape
     for x, y in zip((out, *grads), (expected, *expected_grads), strict=True):
-        scale = max(float(y.abs().max()), 1.0)
+        scale = max(float(y.detach().abs().max()), 1.0)
         torch.testing.assert_close(x, y, rtol=0, atol=tolerance * scale)
 
 
@@ -234,3 +233,192 @@ def test_embeddings_and_other_values(mask):
     fused = fused_of(model)
     assert uses_din_attention(fused)
     assert_same(fused, model)
+
+
+@pytest.mark.parametrize("mask", ["times", "softmax"])
+def test_a_user_without_visible_events_is_as_in_the_model(mask):
+    """0, or a softmax's NaN. Other users are not affected."""
+    torch.manual_seed(0)
+    model = DIN("relu", mask).double()
+    given = inputs(USERS, 11)
+    given = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
+    given["mask"][1], index = False, torch.arange(11) % USERS
+    graph = copy.deepcopy(fused_of(model))
+    expected = model(given["history"][index], given["mask"][index], given["item"])
+    found = graph(**given, candidate_to_user=index)
+    assert bool(expected[index == 1].isnan().all()) == (mask == "softmax")
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=1e-12)
+
+
+class Shapes(fx.Interpreter):
+    """Records the shape of each value."""
+
+    def __init__(self, graph):
+        super().__init__(graph)
+        self.shapes = []
+
+    def run_node(self, n):
+        out = super().run_node(n)
+        self.shapes += [tuple(x.shape) for x in [out] if isinstance(x, torch.Tensor)]
+        return out
+
+
+@pytest.mark.parametrize("mask", ["times", "softmax"])
+def test_no_value_has_a_row_for_each_pair(mask):
+    graph, given = fused_of(DIN("dice", mask)), inputs(USERS, 11)
+    run = Shapes(copy.deepcopy(graph))
+    values = [
+        given.get(x.name, torch.arange(11) % USERS)
+        for x in graph.graph.find_nodes(op="placeholder")
+    ]
+    run.run(*values)
+    assert len(run.shapes) > 5
+    assert not [x for x in run.shapes if x[:2] == (11, EVENTS) or x[:1] == (11 * EVENTS,)]
+
+
+class TwoMasks(DIN):
+    def scores(self, q, k):
+        return super().scores(q, k).masked_fill(k[..., 0] < 0, 0)
+
+
+class ReturnsScores(DIN):
+    def forward(self, history, mask, item):
+        scores = self.scores(item, history) * mask
+        return (scores.unsqueeze(-1) * history).sum(1), scores
+
+
+class OfEachEvent(DIN):
+    """The query is another one for each event."""
+
+    def scores(self, q, k):
+        q = q.unsqueeze(1) * torch.arange(1.0, EVENTS + 1)[:, None]
+        return self.mlp(torch.cat([FEATURES[name](q, k) for name in self.features], -1)).squeeze(-1)
+
+
+class MixesUnits(DIN):
+    """The units are viewed as others."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(4 * WIDTH, 12), nn.Unflatten(-1, (2, 6)), nn.Flatten(-2))
+
+    def scores(self, q, k):
+        q = q.unsqueeze(1).expand(-1, k.shape[1], -1)
+        h = self.mlp(torch.cat([q, k, q - k, q * k], -1)).sigmoid()
+        return (
+            nn.functional.linear(h.view(-1, EVENTS * 2, 6), k.new_ones(1, 6))
+            .view(-1, EVENTS, 2)
+            .sum(-1)
+        )
+
+
+class OtherDice(Dice):
+    def __init__(self, units, formula, track=True):
+        super().__init__(units, affine=False)
+        self.formula = formula
+        if not track:
+            self.norm = nn.BatchNorm1d(units, affine=False, track_running_stats=False)
+
+    def forward(self, z):
+        p = self.norm(z.flatten(0, -2)).view(z.shape).sigmoid()
+        return self.formula(p, self.slope, z)
+
+
+def with_parts(**parts):
+    """A DIN with other functions in the tables."""
+
+    def build():
+        tables = dict(activation=ACTIVATIONS, mask=MASKS, total=SUMS)
+        names = dict(features=("q", "k", "q-k", "q*k"))
+        for name, x in parts.items():
+            if name == "features":
+                FEATURES["other"] = x
+                names["features"] = ("q", "k", "other")
+            else:
+                tables[name]["other"] = x
+                names[name] = "other"
+        return DIN(**names)
+
+    return build
+
+
+def other_activations():
+    model = DIN("relu")
+    model.mlp[3] = nn.Sigmoid()
+    return model
+
+
+def other_eps():
+    model = DIN("dice")
+    model.mlp[3].norm.eps = 1e-3
+    return model
+
+
+def one_linear():
+    model = DIN()
+    model.mlp = nn.Linear(4 * WIDTH, 1)
+    return model
+
+
+def two_scores():
+    model = DIN()
+    model.mlp[4] = nn.Linear(6, 2)
+    model.mlp.append(nn.Linear(2, 1))
+    return model
+
+
+NEAR_MISSES = {
+    "k - q": with_parts(features=lambda q, k: k - q),
+    "q + k": with_parts(features=lambda q, k: q + k),
+    "q - 2 k": with_parts(features=lambda q, k: torch.sub(q, k, alpha=2)),
+    "k · k": with_parts(features=lambda q, k: k * k),
+    "q · q": with_parts(features=lambda q, k: q * q),
+    "of another key": with_parts(features=lambda q, k: q * k.relu()),
+    "a feature twice": lambda: DIN(features=("q", "k", "k")),
+    "tanh": with_parts(activation=lambda units: nn.Tanh()),
+    "two activations": other_activations,
+    "two eps": other_eps,
+    "identity behind sigmoid": two_scores,
+    "one linear": one_linear,
+    "slopes of events": with_parts(activation=lambda units: nn.PReLU(EVENTS)),
+    "dice of one gate": with_parts(
+        activation=partial(OtherDice, formula=lambda p, a, z: p * z + a * p * z)
+    ),
+    "dice of the batch": with_parts(
+        activation=partial(OtherDice, formula=lambda p, a, z: p * z + (1 - p) * a * z, track=False)
+    ),
+    "scaled": with_parts(mask=lambda s, mask: s * 0.5),
+    "numbers": with_parts(mask=lambda s, mask: s * (mask.to(s.dtype) + 1)),
+    "hidden events are 1": with_parts(mask=lambda s, mask: s.masked_fill(~mask, 1)),
+    "a softmax of 0": with_parts(mask=lambda s, mask: (s * mask).softmax(-1)),
+    "a finite mask": with_parts(mask=lambda s, mask: s.masked_fill(~mask, -1e9).softmax(-1)),
+    "softmax of candidates": with_parts(mask=lambda s, mask: (s + 0).softmax(0)),
+    "mean": with_parts(total=lambda s, v: (s.unsqueeze(-1) * v).mean(1)),
+    "sum of columns": with_parts(total=lambda s, v: (s.unsqueeze(-1) * v).sum(2)),
+    "two masks": TwoMasks,
+    "scores are returned": ReturnsScores,
+    "a query of each event": OfEachEvent,
+    "mixed units": MixesUnits,
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_what_is_no_din_attention_stays(name):
+    torch.manual_seed(0)
+    model = NEAR_MISSES[name]().double()
+    given = {k: x.double() if x.is_floating_point() else x for k, x in inputs(USERS, 11).items()}
+    index = torch.arange(11) * 5 % USERS
+    graph = copy.deepcopy(fused_of(model))
+    assert not uses_din_attention(graph)
+    with torch.no_grad():
+        found = graph(**given, candidate_to_user=index)
+        expected = model(given["history"][index], given["mask"][index], given["item"])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_mask_of_candidates_stays():
+    """It differs between candidates of a user."""
+    torch.manual_seed(0)
+    model, given = DIN().eval(), inputs(16, 16)
+    fused = fuse_broadcasts(model, given, request_only=("history",), max_batch=(20, 4000))
+    assert not uses_din_attention(fused)
