@@ -78,6 +78,7 @@ class DINAttention:
         hidden_is_visible: whether this mask is True for visible events.
         mlp: the other arguments of `attend_by_mlp_in_place`.
         products: the linears, the first one first.
+        activations: the operators between them.
         reads: as of `TargetAttention`.
         lineage: of the operands.
     """
@@ -88,6 +89,7 @@ class DINAttention:
     hidden_is_visible: bool
     mlp: dict[str, Any]
     products: tuple[fx.Node, ...]
+    activations: tuple[fx.Node, ...]
     reads: set[tuple[fx.Node, fx.Node]]
     lineage: Lineage
     name = "din_attention"
@@ -147,6 +149,7 @@ class _Reader:
         self.node, self.analysis = node, analysis
         self.seen: list[fx.Node] = []  # the operators that are replaced, besides node
         self.reads = set[tuple[fx.Node, fx.Node]]()
+        self.activations: dict[fx.Node, None] = {}
 
     def match(self) -> DINAttention:
         scores, value = self._weighted_sum()
@@ -173,7 +176,15 @@ class _Reader:
         reads = {(x, y) for x in (key, value) for y in readers if x in y.all_input_nodes}
         products, lineage = tuple(x.node for x in layers), self._lineage(operands)
         return DINAttention(
-            self.node, query, operands, visible, mlp, products, self.reads | reads, lineage
+            self.node,
+            query,
+            operands,
+            visible,
+            mlp,
+            products,
+            tuple(self.activations),
+            self.reads | reads,
+            lineage,
         )
 
     def _need_supported(self, operands: list[fx.Node], mlp: dict[str, Any]) -> None:
@@ -261,7 +272,7 @@ class _Reader:
                 visible = not visible
             elif mask.target not in KEEPS_ORDER and (is_bool or mask.target != TO_NUMBERS):
                 return mask, visible
-            mask = mask.args[0]
+            mask = positional(mask)[0]
 
     # -- the MLP -----------------------------------------------------------------------------------
 
@@ -279,7 +290,9 @@ class _Reader:
             layers.insert(0, _Layer(x, weight, bias, activation))
             x, units = self.in_order(call["input"]), int(columns)
             if x.target is not aten.cat.default:
+                first = len(self.seen)
                 activation = self._activation(x, units)
+                self.activations |= dict.fromkeys(self.seen[first:])
                 x = activation.node
         _need(len(layers) > 1 and x.target is aten.cat.default)
         return layers, x
@@ -388,7 +401,7 @@ class _Reader:
         """The query `[B, 1, E]` that x repeats for the events, or the key, and whether it is."""
         if x.target in REPEATS:
             self.seen.append(x)
-            x = x.args[0]
+            x = positional(x)[0]
         return x, _shape(x)[1] != 1
 
 
@@ -397,5 +410,5 @@ def _moves_one_row(x: fx.Node) -> bool:
     if x.target is not aten.transpose.int:
         return False
     shape = shape_of(x.meta["val"])
-    first, second = (dim % len(shape) for dim in x.args[1:])
+    first, second = (dim % len(shape) for dim in positional(x)[1:])
     return abs(first - second) == 1 and 1 in (shape[first], shape[second])

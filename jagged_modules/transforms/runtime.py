@@ -326,7 +326,7 @@ def attend_by_mlp_in_place(
     hidden: Tensor | None,
     weights: list[Tensor],
     biases: list[Tensor | None],
-    units: dict[str, list[Tensor]],
+    units: dict[str, Any],
     eps: float,
     **options: Any,
 ) -> Tensor:

@@ -3,6 +3,7 @@
 import copy
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -82,29 +83,31 @@ SUMS = {
 class DIN(nn.Module):
     def __init__(
         self,
-        activation="sigmoid",
-        mask="times",
-        total="sum",
-        features=("q", "k", "q-k", "q*k"),
+        activation: Any = "sigmoid",
+        mask: Any = "times",
+        total: Any = "sum",
+        features: Any = ("q", "k", "q-k", "q*k"),
         flat=False,
         bias=True,
     ):
         super().__init__()
+        make = ACTIVATIONS.get(activation, activation)
         sizes, layers = [len(features) * WIDTH, 16, 6], []
         for columns, units in zip(sizes, sizes[1:]):
-            layers += [nn.Linear(columns, units, bias=bias), ACTIVATIONS[activation](units)]
+            layers += [nn.Linear(columns, units, bias=bias), make(units)]
         self.mlp = nn.Sequential(*layers, nn.Linear(6, 1))
-        self.mask, self.total, self.features, self.flat = mask, total, features, flat
+        self.mask, self.total, self.flat = MASKS.get(mask, mask), SUMS.get(total, total), flat
+        self.features = [FEATURES.get(x, x) for x in features]
 
     def scores(self, q, k):
         q = q.unsqueeze(1).expand(-1, k.shape[1], -1)
-        x = torch.cat([FEATURES[name](q, k) for name in self.features], -1)
+        x = torch.cat([feature(q, k) for feature in self.features], -1)
         x = x.view(-1, x.shape[-1]) if self.flat else x
         return self.mlp(x).view(-1, k.shape[1])
 
     def forward(self, history, mask, item):
-        scores = MASKS[self.mask](self.scores(item, history), shown(mask, history.shape[1]))
-        return SUMS[self.total](scores, history)
+        scores = self.mask(self.scores(item, history), shown(mask, history.shape[1]))
+        return self.total(scores, history)
 
 
 class Embedded(DIN):
@@ -116,8 +119,8 @@ class Embedded(DIN):
 
     def forward(self, history, mask, item):
         k = self.items(history)
-        scores = MASKS[self.mask](self.scores(self.items(item), k), shown(mask, EVENTS))
-        return SUMS[self.total](scores, self.values(k))
+        scores = self.mask(self.scores(self.items(item), k), shown(mask, EVENTS))
+        return self.total(scores, self.values(k))
 
 
 def inputs(users, candidates, model=None, lengths=False):
@@ -292,7 +295,7 @@ class OfEachEvent(DIN):
 
     def scores(self, q, k):
         q = q.unsqueeze(1) * torch.arange(1.0, EVENTS + 1)[:, None]
-        return self.mlp(torch.cat([FEATURES[name](q, k) for name in self.features], -1)).squeeze(-1)
+        return self.mlp(torch.cat([feature(q, k) for feature in self.features], -1)).squeeze(-1)
 
 
 class MixesUnits(DIN):
@@ -324,24 +327,6 @@ class OtherDice(Dice):
         return self.formula(p, self.slope, z)
 
 
-def with_parts(**parts):
-    """A DIN with other functions in the tables."""
-
-    def build():
-        tables = dict(activation=ACTIVATIONS, mask=MASKS, total=SUMS)
-        names = dict(features=("q", "k", "q-k", "q*k"))
-        for name, x in parts.items():
-            if name == "features":
-                FEATURES["other"] = x
-                names["features"] = ("q", "k", "other")
-            else:
-                tables[name]["other"] = x
-                names[name] = "other"
-        return DIN(**names)
-
-    return build
-
-
 def other_activations():
     model = DIN("relu")
     model.mlp[3] = nn.Sigmoid()
@@ -368,33 +353,33 @@ def two_scores():
 
 
 NEAR_MISSES = {
-    "k - q": with_parts(features=lambda q, k: k - q),
-    "q + k": with_parts(features=lambda q, k: q + k),
-    "q - 2 k": with_parts(features=lambda q, k: torch.sub(q, k, alpha=2)),
-    "k · k": with_parts(features=lambda q, k: k * k),
-    "q · q": with_parts(features=lambda q, k: q * q),
-    "of another key": with_parts(features=lambda q, k: q * k.relu()),
+    "k - q": lambda: DIN(features=("q", "k", lambda q, k: k - q)),
+    "q + k": lambda: DIN(features=("q", "k", lambda q, k: q + k)),
+    "q - 2 k": lambda: DIN(features=("q", "k", lambda q, k: torch.sub(q, k, alpha=2))),
+    "k · k": lambda: DIN(features=("q", "k", lambda q, k: k * k)),
+    "q · q": lambda: DIN(features=("q", "k", lambda q, k: q * q)),
+    "of another key": lambda: DIN(features=("q", "k", lambda q, k: q * k.relu())),
     "a feature twice": lambda: DIN(features=("q", "k", "k")),
-    "tanh": with_parts(activation=lambda units: nn.Tanh()),
+    "tanh": lambda: DIN(activation=lambda units: nn.Tanh()),
     "two activations": other_activations,
     "two eps": other_eps,
     "identity behind sigmoid": two_scores,
     "one linear": one_linear,
-    "slopes of events": with_parts(activation=lambda units: nn.PReLU(EVENTS)),
-    "dice of one gate": with_parts(
+    "slopes of events": lambda: DIN(activation=lambda units: nn.PReLU(EVENTS)),
+    "dice of one gate": lambda: DIN(
         activation=partial(OtherDice, formula=lambda p, a, z: p * z + a * p * z)
     ),
-    "dice of the batch": with_parts(
+    "dice of the batch": lambda: DIN(
         activation=partial(OtherDice, formula=lambda p, a, z: p * z + (1 - p) * a * z, track=False)
     ),
-    "scaled": with_parts(mask=lambda s, mask: s * 0.5),
-    "numbers": with_parts(mask=lambda s, mask: s * (mask.to(s.dtype) + 1)),
-    "hidden events are 1": with_parts(mask=lambda s, mask: s.masked_fill(~mask, 1)),
-    "a softmax of 0": with_parts(mask=lambda s, mask: (s * mask).softmax(-1)),
-    "a finite mask": with_parts(mask=lambda s, mask: s.masked_fill(~mask, -1e9).softmax(-1)),
-    "softmax of candidates": with_parts(mask=lambda s, mask: (s + 0).softmax(0)),
-    "mean": with_parts(total=lambda s, v: (s.unsqueeze(-1) * v).mean(1)),
-    "sum of columns": with_parts(total=lambda s, v: (s.unsqueeze(-1) * v).sum(2)),
+    "scaled": lambda: DIN(mask=lambda s, mask: s * 0.5),
+    "numbers": lambda: DIN(mask=lambda s, mask: s * (mask.to(s.dtype) + 1)),
+    "hidden events are 1": lambda: DIN(mask=lambda s, mask: s.masked_fill(~mask, 1)),
+    "a softmax of 0": lambda: DIN(mask=lambda s, mask: (s * mask).softmax(-1)),
+    "a finite mask": lambda: DIN(mask=lambda s, mask: s.masked_fill(~mask, -1e9).softmax(-1)),
+    "softmax of candidates": lambda: DIN(mask=lambda s, mask: (s + 0).softmax(0)),
+    "mean": lambda: DIN(total=lambda s, v: (s.unsqueeze(-1) * v).mean(1)),
+    "sum of columns": lambda: DIN(total=lambda s, v: (s.unsqueeze(-1) * v).sum(2)),
     "two masks": TwoMasks,
     "scores are returned": ReturnsScores,
     "a query of each event": OfEachEvent,
