@@ -30,7 +30,7 @@ KEEPS_ORDER = (
     *KEEPS_VALUES, aten.view.default, aten._unsafe_view.default, aten.reshape.default,
     aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
 )  # fmt: skip
-ACTIVATIONS = {
+ACTIVATIONS: dict[Any, str] = {
     aten.sigmoid.default: "sigmoid", aten.relu.default: "relu", aten.silu.default: "silu",
     aten.prelu.default: "prelu",
 }  # fmt: skip
@@ -341,10 +341,12 @@ class _Reader:
             _need(norm.target is aten._native_batch_norm_legit_no_training.default)
             self.seen += [part, norm]
             return self._symbol(GATE, norm)
-        _need(x.target in ARITHMETIC and Call(x, {}).arguments.get("alpha", 1) == 1)
+        operation = ARITHMETIC.get(x.target)
+        if operation is None or Call(x, {}).arguments.get("alpha", 1) != 1:
+            raise _NoMatch
         _need((_size(x), shape_of(x.meta["val"])[-1]) == (self.pairs * units, units))
         first, second = (self._formula(y, units) for y in positional(x)[:2])
-        return ARITHMETIC[x.target](first, second)
+        return operation(first, second)
 
     def _symbol(self, symbol: Any, x: fx.Node) -> Any:
         _need(self._found.setdefault(symbol, x) is x)

@@ -8,7 +8,6 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from torch.fx.node import map_arg
 
 from .analysis import Analysis
 from .attention import TargetAttention
-from .bags import Bags
-from .calls import Call, first_of, flat, is_tensor, positional, unbind
+from .bags import Batch
+from .calls import Call, flat, is_tensor, positional, unbind
 from .compress import Compression
 from .din import DINAttention
 from .levels import LevelAttention
@@ -41,35 +40,6 @@ from .runtime import (
 
 aten = torch.ops.aten
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Inputs that the caller of the captured model replicates.
-
-    Attributes:
-        map: the input candidate_to_user.
-        users: tensors of which the new graph takes one row per user, with their names.
-        candidates: other inputs with one row per candidate, with their names.
-        bags: embedding bags of KeyedJaggedTensors of which the new graph takes one sample per user.
-        rows: the number of candidates.
-    """
-
-    map: fx.Node
-    users: dict[fx.Node, str]
-    candidates: dict[fx.Node, str]
-    bags: Bags | None
-    rows: Size
-
-    def lineages(self, num_users: Size) -> dict[fx.Node, Lineage]:
-        """Each of the users' inputs and bags, as the captured graph sees it."""
-        bags = self.bags.results if self.bags else ()
-        values = [*self.users, *bags, *(positional(x)[0] for x in bags)]
-        found: dict[fx.Node, Lineage] = {}
-        for x in values:
-            rows = shape_of(first_of(x.meta["val"]))[0]
-            found[x] = Lineage((Map("index", self.map, 0, num_users, rows),), 0)
-        return found
 
 
 class Emitter:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .analysis import Analysis, analyse
 from .attention import find_attentions
-from .bags import find_bags, num_rows, with_checked_entries
+from .bags import Batch, find_bags, num_rows, with_checked_entries
 from .calls import is_tensor
 from .capture import (
     MAP_NAME,
@@ -35,7 +35,7 @@ from .din import find_din_attentions
 from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
 from .eager import with_eager_form
-from .emit import Batch, Emitter
+from .emit import Emitter
 from .guarded import guarded
 from .levels import find_level_attentions, split_levels
 from .lineage import USERS, Size, shape_of

@@ -3,7 +3,6 @@
 import copy
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -83,10 +82,10 @@ SUMS = {
 class DIN(nn.Module):
     def __init__(
         self,
-        activation: Any = "sigmoid",
-        mask: Any = "times",
-        total: Any = "sum",
-        features: Any = ("q", "k", "q-k", "q*k"),
+        activation="sigmoid",
+        mask="times",
+        total="sum",
+        features=("q", "k", "q-k", "q*k"),
         flat=False,
         bias=True,
     ):
@@ -373,11 +372,11 @@ NEAR_MISSES = {
         activation=partial(OtherDice, formula=lambda p, a, z: p * z + (1 - p) * a * z, track=False)
     ),
     "scaled": lambda: DIN(mask=lambda s, mask: s * 0.5),
-    "numbers": lambda: DIN(mask=lambda s, mask: s * (mask.to(s.dtype) + 1)),
+    "numbers": lambda: DIN(mask=lambda s, mask: (mask.to(s.dtype) + 1) * s),
     "hidden events are 1": lambda: DIN(mask=lambda s, mask: s.masked_fill(~mask, 1)),
     "a softmax of 0": lambda: DIN(mask=lambda s, mask: (s * mask).softmax(-1)),
     "a finite mask": lambda: DIN(mask=lambda s, mask: s.masked_fill(~mask, -1e9).softmax(-1)),
-    "softmax of candidates": lambda: DIN(mask=lambda s, mask: (s + 0).softmax(0)),
+    "softmax of candidates": lambda: DIN(mask=lambda s, mask: s.softmax(0)),
     "mean": lambda: DIN(total=lambda s, v: (s.unsqueeze(-1) * v).mean(1)),
     "sum of columns": lambda: DIN(total=lambda s, v: (s.unsqueeze(-1) * v).sum(2)),
     "two masks": TwoMasks,
