@@ -88,13 +88,14 @@ class DIN(nn.Module):
         features=("q", "k", "q-k", "q*k"),
         flat=False,
         bias=True,
+        hidden=(16, 6),
     ):
         super().__init__()
         make = ACTIVATIONS.get(activation, activation)
-        sizes, layers = [len(features) * WIDTH, 16, 6], []
+        sizes, layers = [len(features) * WIDTH, *hidden], []
         for columns, units in zip(sizes, sizes[1:]):
             layers += [nn.Linear(columns, units, bias=bias), make(units)]
-        self.mlp = nn.Sequential(*layers, nn.Linear(6, 1))
+        self.mlp = nn.Sequential(*layers, nn.Linear(hidden[-1], 1))
         self.mask, self.total, self.flat = MASKS.get(mask, mask), SUMS.get(total, total), flat
         self.features = [FEATURES.get(x, x) for x in features]
 
@@ -205,6 +206,7 @@ CASES = [
     dict(features=("q*k", "k", "q")),
     dict(features=("k", "q-k")),
     dict(features=("q*k",), flat=True, mask="softmax"),
+    dict(hidden=(4,)),
 ]
 
 
