@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from .calls import Call, is_tensor, positional
+from .calls import Call, first_of, is_tensor, positional
 from .capture import MAP_NAME, Captured, is_keyed_jagged, named
-from .lineage import shape_of
+from .lineage import Lineage, Map, Size, shape_of
 
 aten = torch.ops.aten
 BAGS = (aten.embedding_bag.padding_idx, aten.embedding_bag.default)
@@ -240,3 +240,32 @@ def select_rows(x: Any, rows: Tensor) -> Any:
     return type(x)(
         x.keys(), x.values()[index], None if weights is None else weights[index], lengths=chosen
     )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs that the caller of the captured model replicates.
+
+    Attributes:
+        map: the input candidate_to_user.
+        users: tensors of which the new graph takes one row per user, with their names.
+        candidates: other inputs with one row per candidate, with their names.
+        bags: embedding bags of KeyedJaggedTensors of which the new graph takes one sample per user.
+        rows: the number of candidates.
+    """
+
+    map: fx.Node
+    users: dict[fx.Node, str]
+    candidates: dict[fx.Node, str]
+    bags: Bags | None
+    rows: Size
+
+    def lineages(self, num_users: Size) -> dict[fx.Node, Lineage]:
+        """Each of the users' inputs and bags, as the captured graph sees it."""
+        bags = self.bags.results if self.bags else ()
+        values = [*self.users, *bags, *(positional(x)[0] for x in bags)]
+        found: dict[fx.Node, Lineage] = {}
+        for x in values:
+            rows = shape_of(first_of(x.meta["val"]))[0]
+            found[x] = Lineage((Map("index", self.map, 0, num_users, rows),), 0)
+        return found

@@ -143,6 +143,16 @@ def is_operator(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
 
 
+def only_for(replaced: Sequence[fx.Node], reader: fx.Node) -> list[fx.Node]:
+    """Those of the operators that nothing else than `reader` and one another reads."""
+    kept = set(replaced)
+    changed = True
+    while changed:
+        needed = {x for x in kept if not {*kept, reader}.issuperset(x.users)}
+        kept, changed = kept - needed, bool(needed)
+    return [x for x in replaced if x in kept]
+
+
 Rule = Callable[[Call], "Moved | None"]
 RULES: dict[Any, Rule] = {}
 # by name: operators of this project are registered when their modules are imported

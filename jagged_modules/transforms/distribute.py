@@ -16,6 +16,7 @@ estimates.
 from __future__ import annotations
 
 import operator
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -23,13 +24,13 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from .analysis import Analysis
-from .calls import RULES, Call, is_operator, is_tensor, positional
+from .calls import RULES, Call, is_operator, is_tensor, only_for, positional
 from .clean_up import call
 from .lineage import Lineage, shape_of
 from .own_operators import LINEAR_COMPRESS
 from .placement import PRODUCTS, VECTOR_BYTES, VIEWS, Cost, Costs
 from .rules import pointwise
-from .terms import Part, costs_of_terms, groups_of, only_for, sum_of_terms
+from .terms import Part, costs_of_terms, groups_of, sum_of_terms
 
 aten = torch.ops.aten
 
@@ -41,14 +42,17 @@ class Distributor:
         graph: changed in place.
         analysis: of this graph. Nodes that the rewrites add are not in it.
         costs: of this graph.
+        kept: operators to leave as they are.
 
     Attributes:
         whole, reasons: operators that could be written in parts: the lineage of a part, and why
             they are not.
     """
 
-    def __init__(self, graph: fx.Graph, analysis: Analysis, costs: Costs) -> None:
-        self.graph, self.analysis, self.costs = graph, analysis, costs
+    def __init__(
+        self, graph: fx.Graph, analysis: Analysis, costs: Costs, kept: Set[fx.Node] = frozenset()
+    ) -> None:
+        self.graph, self.analysis, self.costs, self.kept = graph, analysis, costs, kept
         self.whole: dict[fx.Node, Lineage] = {}
         self.reasons: dict[fx.Node, str] = {}
         self._rewriting: fx.Node | None = None
@@ -60,6 +64,8 @@ class Distributor:
         changed = False
         for node in list(self.graph.nodes):
             if not is_operator(node) or not is_tensor(node) or node in self.analysis.lineages:
+                continue
+            if node in self.kept:
                 continue
             self._rewriting = node
             with self.graph.inserting_before(node):

@@ -8,7 +8,6 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,15 +16,17 @@ from torch.fx.node import map_arg
 
 from .analysis import Analysis
 from .attention import TargetAttention
-from .bags import Bags
-from .calls import Call, first_of, flat, is_tensor, positional, unbind
+from .bags import Batch
+from .calls import Call, flat, is_tensor, positional, unbind
 from .compress import Compression
+from .din import DINAttention
 from .levels import LevelAttention
 from .lineage import USERS, Lineage, Map, Size, is_known, shape_of, size_of, terms
 from .own_operators import SegmentAttention
 from .placement import Fusion
 from .report import Decisions
 from .runtime import (
+    attend_by_mlp_in_place,
     attend_in_place,
     attend_levels_in_place,
     attend_segments_in_place,
@@ -39,35 +40,6 @@ from .runtime import (
 
 aten = torch.ops.aten
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Inputs that the caller of the captured model replicates.
-
-    Attributes:
-        map: the input candidate_to_user.
-        users: tensors of which the new graph takes one row per user, with their names.
-        candidates: other inputs with one row per candidate, with their names.
-        bags: embedding bags of KeyedJaggedTensors of which the new graph takes one sample per user.
-        rows: the number of candidates.
-    """
-
-    map: fx.Node
-    users: dict[fx.Node, str]
-    candidates: dict[fx.Node, str]
-    bags: Bags | None
-    rows: Size
-
-    def lineages(self, num_users: Size) -> dict[fx.Node, Lineage]:
-        """Each of the users' inputs and bags, as the captured graph sees it."""
-        bags = self.bags.results if self.bags else ()
-        values = [*self.users, *bags, *(positional(x)[0] for x in bags)]
-        found: dict[fx.Node, Lineage] = {}
-        for x in values:
-            rows = shape_of(first_of(x.meta["val"]))[0]
-            found[x] = Lineage((Map("index", self.map, 0, num_users, rows),), 0)
-        return found
 
 
 class Emitter:
@@ -328,6 +300,8 @@ class Emitter:
             return self._level_attention(match)
         if isinstance(match, SegmentAttention):
             return self._segment_attention(match)
+        if isinstance(match, DINAttention):
+            return self._din_attention(match)
         return self._compression(match)
 
     def _level_attention(self, match: LevelAttention) -> fx.Node:
@@ -362,6 +336,18 @@ class Emitter:
         heads = None if len(shape_of(match.query.meta["val"])) == 4 else int(own.post)
         options = hidden[0] if hidden else None, heads, match.scale, match.empty
         return self.call(attend_in_place, query, key, value, candidates, *options)
+
+    def _din_attention(self, match: DINAttention) -> fx.Node:
+        """As `_attention`, of scores of an MLP."""
+        key, value, *hidden = (self.operand(x, match.lineage) for x in match.operands)
+        if match.hidden_is_visible:
+            hidden = [self.call(aten.bitwise_not.default, x) for x in hidden]
+        own = self.analysis.lineages[match.operands[0]]
+        candidates = self._candidates(match.lineage.maps, match.node, value, own)
+        given = self.value(match.query), key, value, candidates, hidden[0] if hidden else None
+        out = self.call(attend_by_mlp_in_place, *given, **map_arg(match.mlp, self.value))
+        one_row = len(shape_of(match.node.meta["val"])) == 3
+        return out if one_row else self.call(aten.squeeze.dim, out, 1)
 
     def _join(self, match: TargetAttention) -> None:
         """Compute the attention together with its `own`, unless one of them needs the other."""

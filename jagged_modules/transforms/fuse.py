@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .analysis import Analysis, analyse
 from .attention import find_attentions
-from .bags import find_bags, num_rows, with_checked_entries
+from .bags import Batch, find_bags, num_rows, with_checked_entries
 from .calls import is_tensor
 from .capture import (
     MAP_NAME,
@@ -31,10 +31,11 @@ from .capture import (
 from .certificate import certify, coarsest_eps
 from .clean_up import clean_up
 from .compress import find_compressions
+from .din import find_din_attentions
 from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
 from .eager import with_eager_form
-from .emit import Batch, Emitter
+from .emit import Emitter
 from .guarded import guarded
 from .levels import find_level_attentions, split_levels
 from .lineage import USERS, Size, shape_of
@@ -335,13 +336,16 @@ def make_plan(
     before = costs.whole(captured.graph)
     if split_levels(captured.graph, analysis, estimate):
         analysis, costs = analysed()
-    distributor = Distributor(captured.graph, analysis, costs)
+    attentions = find_din_attentions(captured.graph, analysis, estimate).values()
+    kept = {x for match in attentions for x in match.replaced}
+    distributor = Distributor(captured.graph, analysis, costs, kept)
     if distributor.run():
         analysis, costs = analysed()
     analysis.refused |= distributor.reasons
     analysis.whole = distributor.whole
     fusions: dict[fx.Node, Fusion] = {
         **find_attentions(captured.graph, analysis, estimate),
+        **find_din_attentions(captured.graph, analysis, estimate),
         **find_level_attentions(captured.graph, analysis, estimate),
         **find_compressions(captured.graph, analysis),
     }

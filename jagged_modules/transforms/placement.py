@@ -23,16 +23,19 @@ from .analysis import Analysis
 from .attention import TargetAttention
 from .calls import Call, first_of, flat, is_operator, is_tensor, positional
 from .compress import Compression
+from .din import DINAttention
 from .levels import LevelAttention
 from .lineage import Lineage, Size, product, shape_of, size_of
 from .own_operators import ATTENTIONS, LINEAR_COMPRESS, SegmentAttention, attention_flops
 from .processors import CPU, GPU, Processor
 
-Fusion = TargetAttention | LevelAttention | SegmentAttention | Compression
+Fusion = TargetAttention | LevelAttention | SegmentAttention | Compression | DINAttention
 
 # of estimates of work, at least: values that were just written are read from a cache. A smaller
 # gain may be a loss
 ERROR = 0.25
+# of the work of operators on values that stay in a cache: measured of sigmoid and Dice
+OF_CACHED = 0.5
 # that a thread of torch's CUDA kernels copies at once, if slices of rows are contiguous and a
 # multiple of it
 VECTOR_BYTES = 16
@@ -179,7 +182,17 @@ class Costs:
         }
         read = sum(self.bytes(x) * shares.get(x, 1.0) for x in fusion.inputs)
         flops += sum(map(self._fused_flops, fusion.products))
-        return self.of(node, flops, read + self.bytes(node))
+        if not isinstance(fusion, DINAttention):
+            return self.of(node, flops, read + self.bytes(node))
+        # the first linear multiplies q ∘ k alone
+        features = len(fusion.mlp["features"])
+        flops -= self._fused_flops(fusion.products[0]) * (1 - 1 / features)
+        cost = self.of(node, flops, read + self.bytes(node))
+        if node.meta["val"].device.type != "cpu":
+            return cost
+        # in chunks that stay in a cache; a kernel has them in registers
+        of_activations = sum(self.full(x).work for x in fusion.activations)
+        return replace(cost, work=cost.work + OF_CACHED * of_activations)
 
     def _fused_flops(self, node: fx.Node) -> float:
         """On the base, if there is one."""

@@ -15,9 +15,9 @@ from torch import fx
 
 from ..scalars import check_size
 from .analysis import Analysis
+from .bags import Batch
 from .calls import first_of, is_operator, is_tensor
 from .capture import MAP_NAME, Captured, dims_of, named
-from .emit import Batch
 from .lineage import USERS, Lineage, Size, shape_of
 from .placement import VIEWS
 from .report import RANGED, Decisions, OperatorSizes, Ranges, line_of, operator_name

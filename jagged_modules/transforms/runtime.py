@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +11,14 @@ from jagged_kernels.schedule.cost import MaskParams
 from torch import Tensor
 
 from ..containers.candidates import CandidateIndex
-from ..functional import jagged_attention, target_attention
+from ..functional import din_attention, jagged_attention, target_attention
 from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
 from ..functional.linear_compress import compress_unchecked
 from ..masks import AttentionMask
 from ..scalars import check_kind
 from ..segments import RowSegments, check_index_values, check_integers, values_are_checkable
+from ..unit_activations import UnitParameters
 from ..validation import check_tensor
 
 
@@ -314,6 +316,57 @@ def attend_segments_in_place(
     offsets = _with_one_more(k.shape[0] // kv_rows, kv_rows, k.device)
     out = target_attention(q.unflatten(0, (-1, q_rows)), k, v, candidates, offsets, **options)
     return (out.flatten(0, 1),)
+
+
+def attend_by_mlp_in_place(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    candidates: CandidateIndex,
+    hidden: Tensor | None,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    units: dict[str, Any],
+    eps: float,
+    **options: Any,
+) -> Tensor:
+    """`din_attention` of each candidate, `[C, 1, E]`, to its user's keys, of which there is one
+    copy per user.
+
+    Args:
+        key, value: `[U, T, E]` and `[U, T, Ev]`.
+        candidates, hidden: as of `attend_in_place`.
+        biases: None: of zeros.
+        units: arguments of `UnitParameters`, without any if the activation has none. A slope may be
+            one number for all units.
+        eps: of the batch norms.
+
+    Returns:
+        `[C, 1, Ev]`. A softmax of no visible keys gives NaN.
+    """
+    num_users, num_keys = key.shape[:2]
+    k = key.flatten(0, 1)
+    v = k if value is key else value.flatten(0, 1)
+    if hidden is None:
+        offsets = _with_one_more(num_users, num_keys, key.device)
+    else:
+        rows, offsets = visible_first(hidden)
+        v = v.index_select(0, rows)
+        k = v if value is key else k.index_select(0, rows)
+    biases_or_zeros = [
+        weight.new_zeros(weight.shape[0]) if bias is None else bias
+        for weight, bias in zip(weights, biases)
+    ]
+    parameters = None
+    if units:
+        slopes = [x.expand(len(weight)) for x, weight in zip(units["slopes"], weights)]
+        parameters = UnitParameters(**{**units, "slopes": slopes}, eps=eps)
+    given = query, k, v, candidates, offsets, weights, biases_or_zeros
+    out = din_attention(*given, units=parameters, **options)
+    if options["normalize"] is None or hidden is None:
+        return out
+    lost = (offsets.diff() == 0)[candidates.users(query.shape[0])]
+    return out.masked_fill(lost[:, None, None], math.nan)
 
 
 def _equal_segments(number: int, rows: int, device: torch.device) -> Tensor:

@@ -140,16 +140,6 @@ def unexpanded(x: fx.Node) -> fx.Node:
     return x
 
 
-def only_for(replaced: Sequence[fx.Node], reader: fx.Node) -> list[fx.Node]:
-    """Those of the operators that nothing else than `reader` and one another reads."""
-    kept = set(replaced)
-    changed = True
-    while changed:
-        needed = {x for x in kept if not {*kept, reader}.issuperset(x.users)}
-        kept, changed = kept - needed, bool(needed)
-    return [x for x in replaced if x in kept]
-
-
 @dataclass
 class Group:
     """Terms with the same rows, which are one product.

@@ -16,7 +16,7 @@ USERS, CANDIDATES, EVENTS, WIDTH, HIDDEN = 4, 200, 30, 16, 24
 
 class Scores(nn.Module):
     """An MLP of features of an item and of each event of the user's history, then the events'
-    weighted sum."""
+    sum, weighted by tanh of the scores (by the scores it is a `din_attention`)."""
 
     def __init__(self, features, activation=None, blocks=4):
         super().__init__()
@@ -29,7 +29,7 @@ class Scores(nn.Module):
         x = self.features(q, history)
         z = self.first(x.view(-1, x.shape[-1]))
         score = self.last(self.activation(z)).view(-1, history.shape[1], 1)
-        return (score * history).sum(1)
+        return (score.tanh() * history).sum(1)
 
 
 class Dice(nn.Module):
