@@ -172,11 +172,7 @@ def sharded(name, plan, device="cpu", replicas=1):
             apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": RATE})
         tables = plans.apply_to_all(collection, PLANS[plan])
         shardings[path] = plans.construct_module_sharding_plan(
-            collection,
-            tables,
-            local_size=size,
-            world_size=size,
-            device_type=device,
+            collection, tables, local_size=size, world_size=size, device_type=device
         )
     device, plan = torch.device(device), ShardingPlan(shardings)
     if replicas > 1:
