@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 
 import jagged_modules as jm
 
@@ -28,6 +29,7 @@ torchrec = pytest.importorskip("torchrec")
 
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed import sharding_plan as plans
+from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.train_pipeline.experimental_pipelines import (
     TrainEvalHybridPipelineBase,
     TrainPipelineSparseDistT,
@@ -154,10 +156,11 @@ def collections(model):
     return {name: module for name, module in model.named_children() if name != "layer"}
 
 
-def sharded(name, plan, device="cpu"):
-    """The model in DistributedModelParallel; its tables' optimizer, SGD, runs in the backward
-    unless they are data-parallel."""
+def sharded(name, plan, device="cpu", replicas=1):
+    """The model in DistributedModelParallel, or in DMPCollection if there are replicas of its
+    tables; their optimizer, SGD, runs in the backward unless they are data-parallel."""
     model, shardings = make_model(name, device), {}
+    size = dist.get_world_size() // replicas
     for path, collection in collections(model).items():
         if (
             plan == "data_parallel"
@@ -169,14 +172,15 @@ def sharded(name, plan, device="cpu"):
             apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": RATE})
         tables = plans.apply_to_all(collection, PLANS[plan])
         shardings[path] = plans.construct_module_sharding_plan(
-            collection,
-            tables,
-            local_size=dist.get_world_size(),
-            world_size=dist.get_world_size(),
-            device_type=device,
+            collection, tables, local_size=size, world_size=size, device_type=device
         )
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    parallel = DistributedModelParallel(model, env, torch.device(device), ShardingPlan(shardings))
+    device, plan = torch.device(device), ShardingPlan(shardings)
+    if replicas > 1:
+        world = dist.group.WORLD
+        parallel = DMPCollection(model, device, plan, world.size(), size, world)
+    else:
+        env = ShardingEnv.from_process_group(dist.group.WORLD)
+        parallel = DistributedModelParallel(model, env, device, plan)
     load_state(parallel, make_model(name, device).state_dict())  # sharded bags are initialised anew
     return parallel
 
@@ -191,6 +195,9 @@ def load_state(model, state):
                     shard.metadata.shard_sizes,
                 )
                 shard.tensor.copy_(state[name][row : row + rows, column : column + columns])
+        elif isinstance(x, DTensor):  # DMPCollection's; of a whole table
+            (shard,) = x.to_local().local_shards()
+            shard.copy_(state[name])
         else:
             x.copy_(state[name])
 
@@ -237,9 +244,18 @@ class Steps:
         return next(source)
 
 
-def train(name, plan="row_wise", pipeline=Steps, device="cpu"):
+class Synced(Steps):
+    """Steps after which the replicas of the tables become their mean."""
+
+    def progress(self, source):
+        out = super().progress(source)
+        self.model.sync()
+        return out
+
+
+def train(name, plan="row_wise", pipeline=Steps, device="cpu", replicas=1):
     batches = make_batches(dist.get_rank(), device)
-    model = sharded(name, plan, device)
+    model = sharded(name, plan, device, replicas)
     pipe, source = (
         pipeline(model, dense_optimizer(model, plan), torch.device(device)),
         iter(batches),
@@ -306,6 +322,18 @@ def train_under_all_plans():
 def test_two_gpus(two_gpus, trains_tables_on_gpus):
     """All layers under all plans, through NCCL."""
     two_gpus.run(train_under_all_plans)
+
+
+def train_replicas():
+    for name in CASES:
+        train(name, "row_wise", Synced, f"cuda:{dist.get_rank()}", replicas=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.large_memory
+def test_replicas_of_tables_on_two_gpus(two_gpus, trains_tables_on_gpus):
+    """DMPCollection, which takes no CPU."""
+    two_gpus.run(train_replicas)
 
 
 class Staged(Steps):
