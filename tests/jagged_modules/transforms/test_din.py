@@ -299,21 +299,20 @@ class OfEachEvent(DIN):
         return self.mlp(torch.cat([feature(q, k) for feature in self.features], -1)).squeeze(-1)
 
 
-class MixesUnits(DIN):
-    """The units are viewed as others."""
+class Transposed(nn.Module):
+    """Events and units are exchanged."""
 
-    def __init__(self):
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(4 * WIDTH, 12), nn.Unflatten(-1, (2, 6)), nn.Flatten(-2))
+    def forward(self, z):
+        return z.transpose(1, 2).reshape(z.shape).sigmoid()
 
-    def scores(self, q, k):
-        q = q.unsqueeze(1).expand(-1, k.shape[1], -1)
-        h = self.mlp(torch.cat([q, k, q - k, q * k], -1)).sigmoid()
-        return (
-            nn.functional.linear(h.view(-1, EVENTS * 2, 6), k.new_ones(1, 6))
-            .view(-1, EVENTS, 2)
-            .sum(-1)
-        )
+
+class OfZeros(Dice):
+    """The gate is of another value."""
+
+    def forward(self, z):
+        p = self.norm(torch.zeros(z.shape[0] * EVENTS, z.shape[-1], dtype=z.dtype))
+        p = p.view(z.shape).sigmoid()
+        return (1 - p) * self.slope * z + p * z
 
 
 class OtherDice(Dice):
@@ -370,6 +369,8 @@ NEAR_MISSES = {
     "dice of one gate": lambda: DIN(
         activation=partial(OtherDice, formula=lambda p, a, z: p * z + a * p * z)
     ),
+    "dice of zeros": lambda: DIN(activation=partial(OfZeros, affine=False)),
+    "transposed units": lambda: DIN(activation=lambda units: Transposed()),
     "dice of the batch": lambda: DIN(
         activation=partial(OtherDice, formula=lambda p, a, z: p * z + (1 - p) * a * z, track=False)
     ),
@@ -384,7 +385,6 @@ NEAR_MISSES = {
     "two masks": TwoMasks,
     "scores are returned": ReturnsScores,
     "a query of each event": OfEachEvent,
-    "mixed units": MixesUnits,
 }
 
 
