@@ -204,7 +204,7 @@ class _Reader:
     def in_order(self, x: Any) -> fx.Node:
         """What x is a view of, with the same order of elements."""
         _need(is_tensor(x))
-        while x.target in KEEPS_ORDER or _moves_one_row(x):
+        while x.target in KEEPS_ORDER or _has_one_row(x):
             self.seen.append(x)
             x = x.args[0]
         return x
@@ -408,8 +408,12 @@ class _Reader:
         return x, _shape(x)[1] != 1
 
 
-def _moves_one_row(x: fx.Node) -> bool:
-    """Whether x exchanges two neighbouring dimensions of which one has size 1."""
+def _has_one_row(x: fx.Node) -> bool:
+    """Whether x exchanges two neighbouring dimensions of which one has size 1, or selects from a
+    dimension of size 1."""
+    if x.target is aten.select.int:
+        operand, dim, _ = positional(x)
+        return bool(shape_of(operand.meta["val"])[dim] == 1)
     if x.target is not aten.transpose.int:
         return False
     shape = shape_of(x.meta["val"])

@@ -103,7 +103,7 @@ class DIN(nn.Module):
         q = q.unsqueeze(1).expand(-1, k.shape[1], -1)
         x = torch.cat([feature(q, k) for feature in self.features], -1)
         x = x.view(-1, x.shape[-1]) if self.flat else x
-        return self.mlp(x).view(-1, k.shape[1])
+        return self.mlp(x)[..., 0].view(-1, k.shape[1])
 
     def forward(self, history, mask, item):
         scores = self.mask(self.scores(item, history), shown(mask, history.shape[1]))
@@ -339,6 +339,12 @@ def other_eps():
     return model
 
 
+def first_of_two():
+    model = DIN()
+    model.mlp[4] = nn.Linear(6, 2)
+    return model
+
+
 def one_linear():
     model = DIN()
     model.mlp = nn.Linear(4 * WIDTH, 1)
@@ -365,6 +371,7 @@ NEAR_MISSES = {
     "two eps": other_eps,
     "identity behind sigmoid": two_scores,
     "one linear": one_linear,
+    "the first of two scores": first_of_two,
     "slopes of events": lambda: DIN(activation=lambda units: nn.PReLU(EVENTS)),
     "dice of one gate": lambda: DIN(
         activation=partial(OtherDice, formula=lambda p, a, z: p * z + a * p * z)
