@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
-from jagged_kernels.din.configs import has_kernels
+from jagged_kernels.din.configs import MAX_WEIGHTS, has_kernels
 from torch import fx
 
 from .analysis import Analysis
@@ -188,7 +188,7 @@ class _Reader:
         )
 
     def _need_supported(self, operands: list[fx.Node], mlp: dict[str, Any]) -> None:
-        """One dtype, statistics apart, and on a GPU sizes that the kernels take."""
+        """One dtype, statistics apart, and on a GPU a dtype and sizes that the kernels take."""
         running = [*mlp["units"].get("running_means", ()), *mlp["units"].get("running_vars", ())]
         given = [*operands, *mlp["weights"], *mlp["biases"], *sum(mlp["units"].values(), [])]
         given = [x for x in given if x is not None and x not in running]
@@ -197,13 +197,14 @@ class _Reader:
         value = self.node.meta["val"]
         widths = [int(x.meta["val"].shape[-1]) for x in operands[1:]]
         hidden = tuple(int(x.meta["val"].shape[0]) for x in mlp["weights"][:-1])
-        on_cpu = value.device.type == "cpu"
-        _need(on_cpu or has_kernels(widths[0], widths[1], hidden, value.element_size()))
+        size = value.element_size()
+        has_own = size in MAX_WEIGHTS and has_kernels(widths[0], widths[1], hidden, size)
+        _need(value.is_floating_point() and (has_own or value.device.type == "cpu"))
 
     def in_order(self, x: Any) -> fx.Node:
         """What x is a view of, with the same order of elements."""
         _need(is_tensor(x))
-        while x.target in KEEPS_ORDER or _moves_one_row(x):
+        while x.target in KEEPS_ORDER or _has_one_row(x):
             self.seen.append(x)
             x = x.args[0]
         return x
@@ -407,8 +408,12 @@ class _Reader:
         return x, _shape(x)[1] != 1
 
 
-def _moves_one_row(x: fx.Node) -> bool:
-    """Whether x exchanges two neighbouring dimensions of which one has size 1."""
+def _has_one_row(x: fx.Node) -> bool:
+    """Whether x exchanges two neighbouring dimensions of which one has size 1, or selects from a
+    dimension of size 1."""
+    if x.target is aten.select.int:
+        operand, dim, _ = positional(x)
+        return bool(shape_of(operand.meta["val"])[dim] == 1)
     if x.target is not aten.transpose.int:
         return False
     shape = shape_of(x.meta["val"])

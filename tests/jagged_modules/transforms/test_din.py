@@ -103,7 +103,7 @@ class DIN(nn.Module):
         q = q.unsqueeze(1).expand(-1, k.shape[1], -1)
         x = torch.cat([feature(q, k) for feature in self.features], -1)
         x = x.view(-1, x.shape[-1]) if self.flat else x
-        return self.mlp(x).view(-1, k.shape[1])
+        return self.mlp(x)[..., 0].view(-1, k.shape[1])
 
     def forward(self, history, mask, item):
         scores = self.mask(self.scores(item, history), shown(mask, history.shape[1]))
@@ -299,21 +299,20 @@ class OfEachEvent(DIN):
         return self.mlp(torch.cat([feature(q, k) for feature in self.features], -1)).squeeze(-1)
 
 
-class MixesUnits(DIN):
-    """The units are viewed as others."""
+class Transposed(nn.Module):
+    """Events and units are exchanged."""
 
-    def __init__(self):
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(4 * WIDTH, 12), nn.Unflatten(-1, (2, 6)), nn.Flatten(-2))
+    def forward(self, z):
+        return z.transpose(1, 2).reshape(z.shape).sigmoid()
 
-    def scores(self, q, k):
-        q = q.unsqueeze(1).expand(-1, k.shape[1], -1)
-        h = self.mlp(torch.cat([q, k, q - k, q * k], -1)).sigmoid()
-        return (
-            nn.functional.linear(h.view(-1, EVENTS * 2, 6), k.new_ones(1, 6))
-            .view(-1, EVENTS, 2)
-            .sum(-1)
-        )
+
+class OfZeros(Dice):
+    """The gate is of another value."""
+
+    def forward(self, z):
+        p = self.norm(torch.zeros(z.shape[0] * EVENTS, z.shape[-1], dtype=z.dtype))
+        p = p.view(z.shape).sigmoid()
+        return (1 - p) * self.slope * z + p * z
 
 
 class OtherDice(Dice):
@@ -337,6 +336,12 @@ def other_activations():
 def other_eps():
     model = DIN("dice")
     model.mlp[3].norm.eps = 1e-3
+    return model
+
+
+def first_of_two():
+    model = DIN()
+    model.mlp[4] = nn.Linear(6, 2)
     return model
 
 
@@ -366,10 +371,13 @@ NEAR_MISSES = {
     "two eps": other_eps,
     "identity behind sigmoid": two_scores,
     "one linear": one_linear,
+    "the first of two scores": first_of_two,
     "slopes of events": lambda: DIN(activation=lambda units: nn.PReLU(EVENTS)),
     "dice of one gate": lambda: DIN(
         activation=partial(OtherDice, formula=lambda p, a, z: p * z + a * p * z)
     ),
+    "dice of zeros": lambda: DIN(activation=partial(OfZeros, affine=False)),
+    "transposed units": lambda: DIN(activation=lambda units: Transposed()),
     "dice of the batch": lambda: DIN(
         activation=partial(OtherDice, formula=lambda p, a, z: p * z + (1 - p) * a * z, track=False)
     ),
@@ -384,7 +392,6 @@ NEAR_MISSES = {
     "two masks": TwoMasks,
     "scores are returned": ReturnsScores,
     "a query of each event": OfEachEvent,
-    "mixed units": MixesUnits,
 }
 
 

@@ -46,11 +46,12 @@ def features(users, candidates):
 class DIN(nn.Module):
     """Scores of an MLP with hidden layers of these sizes."""
 
-    def __init__(self, *hidden):
+    def __init__(self, *hidden, **options):
         super().__init__()
-        sizes = [4 * WIDTH, *hidden]
-        layers = [(nn.Linear(x, y), nn.ReLU()) for x, y in zip(sizes, sizes[1:])]
-        self.mlp = nn.Sequential(*(x for pair in layers for x in pair), nn.Linear(sizes[-1], 1))
+        sizes, layers = [4 * WIDTH, *hidden], []
+        for columns, units in zip(sizes, sizes[1:]):
+            layers += [nn.Linear(columns, units, **options), nn.ReLU()]
+        self.mlp = nn.Sequential(*layers, nn.Linear(sizes[-1], 1, **options))
 
     def forward(self, history, mask, item):
         q = item[:, None].expand_as(history)
@@ -64,6 +65,11 @@ def padded(users, candidates):
         mask=torch.ones(users, 50, dtype=torch.bool),
         item=torch.randn(candidates, WIDTH),
     )
+
+
+def in_float64(users, candidates):
+    given = padded(users, candidates)
+    return given | {name: given[name].double() for name in ("history", "item")}
 
 
 CASES = {  # the functions that the fused graph calls
@@ -84,13 +90,24 @@ CASES = {  # the functions that the fused graph calls
         test_models_dtypes.Case(lambda: DIN(80, 40), padded, ("history", "mask")),
         {"group_candidates", "attend_by_mlp_in_place"},
     ),
-    "din without kernels": (
+    "din of three layers": (
         test_models_dtypes.Case(lambda: DIN(80, 40, 20), padded, ("history", "mask")),
+        set(),
+    ),
+    "din in float64": (
+        test_models_dtypes.Case(
+            lambda: DIN(80, 40, dtype=torch.float64), in_float64, ("history", "mask")
+        ),
         set(),
     ),
 }
 # the operators of this project that the exported program has, besides or instead of attention's
-OPERATORS = {"compress": "linear_compress", "din": "din_attention", "din without kernels": None}
+OPERATORS = {
+    "compress": {"linear_compress"},
+    "din": {"din_attention"},
+    "din of three layers": set[str](),
+    "din in float64": set[str](),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +143,7 @@ def test_fused_and_exported(name):
             for node in fused.graph.nodes
             if "runtime" in getattr(node.target, "__module__", "")
         }
-        assert called == expected | {"checked_map"}
+        assert called == expected | {"checked_map", "check_inputs"}
         given = case.inputs(USERS, CANDIDATES) | dict(
             candidate_to_user=torch.arange(CANDIDATES) % USERS
         )
@@ -139,6 +156,6 @@ def test_fused_and_exported(name):
         if str(node.target).startswith("jagged_kernels.")
     }
     if name in OPERATORS:
-        assert operators == {OPERATORS[name]} - {None}
+        assert operators == OPERATORS[name]
     else:
         assert "attention" in operators
