@@ -24,8 +24,8 @@ PACKAGES = {
     "jagged_kernels": ROOT / "kernels" / "jagged_kernels",
     "jagged_modules/examples": ROOT / "examples",
 }
-# of examples/: for other compilers and other programs than Python's
-NOT_INSTALLED = {"cpp", "docker", "results"}
+# of examples/: for other compilers and other programs than Python's, and what is of a clone alone
+NOT_INSTALLED = {"cpp", "docker", "results", "weights"}
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 OPTIONAL = {"triton", "torchrec", "fbgemm_gpu"}
 # Hosts that the project may name in an address. Package indexes are the user's to choose, so none
