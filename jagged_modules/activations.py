@@ -44,7 +44,8 @@ def _gelu_taylor_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """A function of a score, and its backward: (gradient of the result, score) → that of it."""
+    """A pointwise function of a score, and its backward: (gradient of the result, score) → gradient
+    of the score."""
 
     function: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]

@@ -88,7 +88,8 @@ RUNNERS: dict[str, Any] = {"cuda": _CudaGraphs}
 
 
 class Step:
-    """A module's step for one bucket: buffers of arguments and gradients, and what runs on them."""
+    """A module's step for one bucket: buffers of the arguments and of the results' gradients, and
+    what runs on them."""
 
     def __init__(
         self,
@@ -125,7 +126,8 @@ class Step:
         self.pool = self._runner.pool
 
     def _forward(self) -> list[Tensor]:
-        """Run the module on the buffers, with aliases of parameters, which have no hooks."""
+        """Run the module on the buffers. Parameters are aliases, so that the graphs contain no
+        hooks of theirs."""
         device, (enabled, dtype) = self.buffers[0].device.type, self._autocast
         # not by the caller's hooks, such as checkpoint's
         kept_as_they_are = torch.autograd.graph.saved_tensors_hooks(_same, _same)
@@ -204,7 +206,8 @@ class Step:
     def results(
         self, arguments: Arguments, capacities: Mapping[int, int], call: Call | None
     ) -> Any:
-        """The module's result for arguments that `pad` has copied. call: gets the gradients."""
+        """The module's result for arguments that `pad` has copied. call: gets the gradients, if
+        given."""
         sizes = {capacity: size for size, capacity in capacities.items()}
         leaves = [leaf.tensor for leaf in arguments.leaves]
         if call is None:
@@ -292,7 +295,8 @@ class _Constant(NamedTuple):
 
 
 class Call:
-    """A forward whose backward is to come. Only autograd's graph refers to it."""
+    """A forward whose backward is to come. Only autograd's graph refers to it, so it goes when the
+    results do."""
 
     differentiated = False
 

@@ -164,7 +164,8 @@ class _Graphed(nn.Module):
 
     @staticmethod
     def _empty() -> dict[str, Any]:
-        """The state that copies do not get. _last: a weak reference to the last call trained."""
+        """The state that copies do not get. _last: a weak reference to the last call that has a
+        backward."""
         return dict(_steps=OrderedDict[Any, Step](), _last=None, _captures=0, _warned=set[str]())
 
     @one_module

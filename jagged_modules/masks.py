@@ -143,7 +143,8 @@ class AttentionMask:
 
     @property
     def params(self) -> MaskParams:
-        """The fields as integers, for kernels: whether there are num_targets, not their values."""
+        """The fields as integers, which the kernels take. They hold whether there are num_targets,
+        not their values."""
         left, right = self.window or (None, None)
         return MaskParams(
             causal=int(self.causal),
@@ -281,7 +282,8 @@ def is_visible(
 
 
 def field_of_later_rows(mask: AttentionMask) -> str | None:
-    """A field of a causal mask by which later rows change what earlier ones see, or None."""
+    """The name of a field of a causal mask by which later rows change what earlier ones see; None
+    if no field does."""
     for name in ("contextual_seqlen", "recent_history"):
         if getattr(mask, name):
             return name
@@ -289,7 +291,8 @@ def field_of_later_rows(mask: AttentionMask) -> str | None:
 
 
 def _check_length(name: str, value: int) -> None:
-    """Raise unless value is 0 to 2^30: kernels add it to positions, and the sum must fit int32."""
+    """Raise unless value is an int from 0 to 2^30: kernels add it to positions, and the sum must
+    fit int32."""
     check_size(name, value, at_least=0)
     if value > LONGEST:
         raise ValueError(f"{name} must be at most 2^30, got {value}")

@@ -184,7 +184,8 @@ def configured(file: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _autocast(dtype: str | None) -> Generator[None, None, None]:
-    """Autocast as on a GPU, which torch lacks without one; its operators run on host tensors."""
+    """Autocast as on a GPU: torch does not enable that where there is none. torch's own operators
+    run on host tensors."""
     if dtype is None:
         yield
         return

@@ -33,7 +33,8 @@ MAX_SCHEDULES = 16  # that a segmentation keeps
 
 
 def values_are_checkable(x: Tensor) -> bool:
-    """Whether x's values may be read: on the host, or under `debug_checks`, but in no trace."""
+    """Whether x's values may be read: it is on the host, or `debug_checks` is on. Never while a
+    graph is being traced."""
     if torch.compiler.is_compiling():
         return False
     device = x.device.type
@@ -45,7 +46,8 @@ def values_are_checkable(x: Tensor) -> bool:
 def check_integers(
     name: str, x: Any, dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
 ) -> None:
-    """TypeError unless x is a tensor of these dtypes, ValueError unless it is 1-D and dense."""
+    """TypeError unless x is a tensor of one of the dtypes, ValueError unless it is 1-D and
+    dense."""
     check_kind(name, x, Tensor, "a torch.Tensor")
     if x.dtype not in dtypes:
         raise WrongDtype(f"{name} must be {names(dtypes)}, got {x.dtype}")
@@ -195,7 +197,8 @@ class Segmentation:
             self.schedules.pop(oldest, None)
 
     def note_build(self, describe: Callable[[], str], by_prepare: bool) -> None:
-        """Record a schedule that `Jagged.prepare` builds. Warn if attention builds yet another."""
+        """Record a schedule that `Jagged.prepare` builds. Warn if attention builds one although
+        others were prepared."""
         if by_prepare:
             self.prepared[describe()] = None
         elif self.prepared:

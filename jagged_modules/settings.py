@@ -84,7 +84,8 @@ class _Setting:
         self._states.set(_State(state.value if inner else before, (*state.entered[:index], *inner)))
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """As a decorator: the value applies only while the function runs."""
+        """As a decorator: the value applies while the function runs. Constructing the object then
+        has no other effect."""
         state = self._state()
         if state.switched is not None and state.switched.setting is self:
             self._states.set(_State(state.switched.before, state.entered))

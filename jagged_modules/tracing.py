@@ -13,7 +13,7 @@ import operator
 import sys
 from collections.abc import Callable, Generator
 from contextvars import ContextVar
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -68,7 +68,8 @@ def is_symbolic(x: float) -> bool:
 
 
 def as_constant(x: float) -> float:
-    """A module's number as a constant: torch.compile takes floats of modules for inputs."""
+    """A module's number as a constant of the graph. torch.compile takes floats of modules for
+    inputs of the graph."""
     if not torch.compiler.is_compiling():
         return x
     from torch.fx.experimental import symbolic_shapes  # imports sympy
@@ -154,16 +155,8 @@ def call_through(method: Any) -> dict[str, str] | None:
 
 def call_of(forward: F) -> Callable[[Any], F]:
     """Decorator that gives `__call__` the type of forward: nn.Module declares that calls return
-    Any. For type checkers only: the class gets no such method, because torch.fx replaces
-    nn.Module's."""
-    return lambda _: cast("F", _Removed())
-
-
-class _Removed:
-    """An attribute that its class removes when it is made."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        delattr(owner, name)
+    Any. For type checkers only, because torch.fx replaces nn.Module's `__call__`."""
+    return lambda _: forward
 
 
 def call_classmethod(cls: str, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,8 @@ MAX_HEAD_DIM = 256  # of attention
 
 
 def check_dense(name: str, x: Any, expected: str = "a torch.Tensor") -> None:
-    """TypeError unless x is a tensor, called `expected`. ValueError if it is sparse or nested."""
+    """TypeError unless x is a tensor, which the message calls `expected`. ValueError if it is
+    sparse or nested."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be {expected}, got {type(x).__name__}")
     if x.is_nested or x.layout != torch.strided:
@@ -169,7 +170,8 @@ def runs_transforms() -> bool:
 
 
 def refuse_transforms(what: str) -> None:
-    """RuntimeError in a torch.func transform or forward mode: derivatives would silently be 0."""
+    """RuntimeError inside a torch.func transform or forward-mode AD: their derivatives would be
+    silently zero."""
     if runs_transforms():
         raise RuntimeError(
             f"{what} not run under torch.func transforms (vmap, grad, jvp) or forward mode: use"

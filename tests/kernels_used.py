@@ -34,6 +34,17 @@ from jagged_kernels.rows.configs import (
 )
 from jagged_kernels.softmax.configs import jagged2_softmax_config, jagged_softmax_config
 
+TYPICAL_BLOCKS = BlockAttentionProblem(
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=128,
+    dtype=torch.bfloat16,
+    block_size=64,
+    rotary="none",
+    aligned=True,
+    device_type="cuda",
+    capability=(9, 0),
+)
 GPUS = {
     "A100": (8, 0),
     "RTX 3090, 4090, L4": (8, 9),
@@ -151,21 +162,10 @@ def _kernels(selection: Selection) -> str:
 
 def block_attention() -> str:
     """The section on block attention."""
-    problem = BlockAttentionProblem(
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=128,
-        dtype=torch.bfloat16,
-        block_size=64,
-        rotary="none",
-        aligned=True,
-        device_type="cuda",
-        capability=(9, 0),
-    )
     all_gpus = by_gpu(
         "head dim",
         DIMS,
-        lambda dtype, gpu, dim: _block_kernels(problem, head_dim=dim, dtype=dtype, capability=gpu),
+        lambda dtype, gpu, dim: _block_kernels(head_dim=dim, dtype=dtype, capability=gpu),
     )
     cases = {
         "head dim 36, no multiple of 8": dict(head_dim=36),
@@ -173,7 +173,7 @@ def block_attention() -> str:
         "two query heads per key head": dict(num_kv_heads=2),
         "blocks of 128 rows, head dim 256": dict(block_size=128, head_dim=256),
     }
-    on_h100 = [[case, _block_kernels(problem, **change)] for case, change in cases.items()]
+    on_h100 = [[case, _block_kernels(**change)] for case, change in cases.items()]
     return f"""## Block attention
 
 `jagged_kernels.block_attention.select` decides. Tiles are rows × columns, for the forward and the
@@ -190,8 +190,8 @@ Other inputs on an H100, bf16, head dim 128:
 """
 
 
-def _block_kernels(problem: BlockAttentionProblem, **change) -> str:
-    problem = problem._replace(**change)
+def _block_kernels(**change) -> str:
+    problem = TYPICAL_BLOCKS._replace(**change)
     sizes = problem.block_size, problem.num_heads // problem.num_kv_heads
     if not fits_shared_memory(problem.head_dim, problem.dtype.itemsize, problem.capability, *sizes):
         return "attention"

@@ -74,7 +74,8 @@ def rebuild(x: Any, values: Tensor, offsets: Tensor) -> Any:
 
 
 def check_lengths(name: str, x: Any, offsets: Tensor) -> None:
-    """ValueError if a TorchRec container's lengths contradict its offsets: it reads either."""
+    """ValueError if x is a TorchRec container whose lengths contradict its offsets: TorchRec reads
+    one or the other."""
     lengths = x.lengths_or_none() if _is_torchrec(x) else None
     if lengths is None or not (values_are_checkable(lengths) and values_are_checkable(offsets)):
         return
@@ -87,7 +88,8 @@ def check_lengths(name: str, x: Any, offsets: Tensor) -> None:
 
 
 def wait_for(x: Any) -> Any:
-    """The result of a TorchRec LazyAwaitable, which sharded collections return; else x."""
+    """The result of a TorchRec LazyAwaitable, which sharded collections return; any other x
+    unchanged."""
     torchrec: Any = sys.modules.get("torchrec.distributed.types")
     if torchrec is None or not isinstance(x, torchrec.LazyAwaitable):
         return x

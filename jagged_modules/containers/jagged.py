@@ -413,7 +413,8 @@ class Jagged(Queries):
         return kept_schedule(self, queries, rows_per_candidate, sizes, mask, by_prepare=False)
 
     def query_segments(self, rows_per_candidate: int) -> RowSegments:
-        """The segments as queries, for schedules. rows_per_candidate is for other containers."""
+        """The segments as those of queries. For schedules; rows_per_candidate is for the index of
+        candidates."""
         return self.parsed("queries")._replace(host_lengths=self.host_lengths)
 
 

@@ -82,7 +82,8 @@ class Room(NamedTuple):
     scales: Tensor | None = None
 
     def write(self, events: Tensor) -> PagedRows:
-        """Write the events `[N, ...]`. Returns all rows. ValueError if the dtype is another."""
+        """Write the events `[N, ...]`. Returns all rows. ValueError if the events have another
+        dtype."""
         if events.dtype != self.grown.dtype:
             raise ValueError(
                 "the layer's keys and values must keep the dtype of the first put,"

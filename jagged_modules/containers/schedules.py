@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Sizes(NamedTuple):
-    """What of an attention its schedule depends on. Of the dtype, only its size counts."""
+    """The sizes and options of an attention that its schedule depends on. Of the dtype, only its
+    size counts."""
 
     num_heads: int
     num_kv_heads: int

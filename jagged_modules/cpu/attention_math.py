@@ -92,7 +92,8 @@ def softmax_backward(
     scale: float,
     finite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. out, lse: of `softmax_forward`. finite: as there, and of do."""
+    """Gradients of q, k and v. out, lse: the results of `softmax_forward`. finite: as there, for
+    do, q, k and v."""
     options = mask, num_targets, scale
     if mask is None or finite or dot_products_are_finite(scale, do, q, k, v):
         return _fused_backward(do, q, k, v, out, lse, *options)
@@ -283,7 +284,8 @@ def _ds(dp: Tensor, scores: Tensor, p: Tensor, hidden: Tensor | None, activation
 
 
 def _are_finite(*operands: Tensor) -> bool:
-    """False if an element is not finite or a norm overflows. It needs no temporary tensor."""
+    """False if an element is not finite, or if a norm overflows. The norm needs no temporary
+    tensor."""
     return all(math.isfinite(torch.linalg.vector_norm(x)) for x in operands)
 
 
@@ -310,7 +312,8 @@ def _unsafe_rows(x: Tensor, other: Tensor | None = None, scale: float = 1.0) -> 
 def _affected(
     q: Tensor, k: Tensor, bad_q: Tensor, bad_kv: Tensor, mask: AttentionMask, num_targets: int
 ) -> tuple[Tensor, Tensor]:
-    """`[segments, heads, rows]`: queries that are bad or see a bad key, and keys that these see."""
+    """Booleans `[segments, heads, rows]`: queries that are bad or see a bad key, and keys that such
+    a query sees."""
     group = q.shape[1] // k.shape[1]
     rows_affected, keys = bad_q.clone(), bad_kv.repeat_interleave(group, 1).to(q.dtype)
     keys_affected = torch.zeros_like(keys, dtype=torch.bool)
@@ -337,7 +340,8 @@ def _visible_matmul(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _row_blocks(q: Tensor, k: Tensor, at_a_time: int) -> Iterator[slice]:
-    """Slices of the query rows: at most `at_a_time`, and fewer if MOST_SCORES demands it."""
+    """Slices of the query rows: at most `at_a_time` rows, and fewer if they have more than
+    MOST_SCORES scores."""
     num_queries = q.shape[2]
     at_a_time = max(1, min(at_a_time, MOST_SCORES * k.shape[1] // (q.shape[1] * k.shape[2])))
     for start in range(0, num_queries, at_a_time):
@@ -383,7 +387,8 @@ def _pieces(
 def _parts_of_blocks(
     q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int
 ) -> Iterator[Piece]:
-    """The blocks for some (segment, key head) pairs at a time: the pairs, then a block's fields."""
+    """The blocks, each for some of the (segment, key head) pairs at a time: those pairs, then the
+    fields of a block."""
     segments, kv_heads = k.shape[:2]
     for rows, columns, hidden in (
         _unmasked_blocks(q, k) if mask is None else _blocks(q, k, mask, num_targets)

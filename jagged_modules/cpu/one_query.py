@@ -91,7 +91,8 @@ def backward(
     scale: float,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Write the chunk's rows of dq, dk, dv. do, results, operands: of all chunks, as `forward`."""
+    """Write the chunk's rows of dq, dk and dv. do, results, operands: as in `forward`, of all
+    chunks."""
     dq, (dk, dv) = gradients[0][chunk.rows], (x[chunk.keys] for x in gradients[1:])
     q, k, v = operands[0][chunk.rows], *(x[chunk.keys] for x in operands[1:])
     do, out, lse = (x[chunk.rows] for x in (do, *results))

@@ -58,7 +58,8 @@ class Ordered(NamedTuple):
         )
 
     def is_by_rows(self, query_group: int) -> bool:
-        """Whether a group of segments is one query row. The first query group has mask and bias."""
+        """Whether a group of segments is one query row. Mask and bias are those of the first query
+        group."""
         params = self.params
         return (
             params.batch_invariant
@@ -68,7 +69,8 @@ class Ordered(NamedTuple):
 
 
 class ByLength(NamedTuple):
-    """The segments' order by length; their offsets, query rows and key rows in this order."""
+    """The order of the segments by length; their offsets in this order, and the rows of queries and
+    of keys."""
 
     order: Tensor
     q_offsets: Tensor

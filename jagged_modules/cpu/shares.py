@@ -52,7 +52,8 @@ def in_shares(
 
 
 def _shares(items: list[Item], costs: list[int], threads: int) -> list[list[Item]]:
-    """Each item, most expensive first, goes to the cheapest share. Small costs are one share."""
+    """Each item, the most expensive first, goes to the share with the least cost. Small costs are
+    one share."""
     number = max(1, min(threads, len(items), sum(costs) // SHARE))
     shares: list[list[int]] = [[] for _ in range(number)]
     loads = [0] * number

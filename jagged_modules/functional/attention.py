@@ -248,7 +248,8 @@ def _by_kernels_or_cpu(call: AttentionCall) -> Tensor:
 
 
 def _is_for_the_cpu(x: Tensor, implementation: str) -> bool:
-    """Whether the CPU path computes, also of meta tensors, whose results have shapes alone."""
+    """Whether the CPU path computes, not the kernels: also for meta tensors, whose results have
+    shapes alone."""
     return implementation == "auto" and not x.is_cuda
 
 

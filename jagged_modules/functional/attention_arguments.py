@@ -154,7 +154,8 @@ def check_mask(mask: object, keys_are_shared: bool) -> None:
 
 
 def check_schedule_of(q: Tensor, schedule: Any) -> None:
-    """TypeError or ValueError unless schedule is None or has q's heads and tiles of kernels."""
+    """TypeError or ValueError unless schedule is None or has q's heads, and tiles that kernels
+    have."""
     if schedule is None:
         return
     check_kind("schedule", schedule, TileSchedule, "a TileSchedule")

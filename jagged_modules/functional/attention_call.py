@@ -188,7 +188,8 @@ def _one_segment(call: AttentionCall) -> AttentionCall:
 def _with_output_scale(
     call: AttentionCall, output_scale: float | Tensor
 ) -> tuple[AttentionCall, Tensor | None]:
-    """The call with the variable factors of its output, and what is left of them for each row."""
+    """The call with the factors of its output, which are no constant, and what is left of them for
+    each row."""
     q, segments, implementation = call.q, call.segments, call.params.implementation
     if not isinstance(output_scale, Tensor):
         dtype = torch.promote_types(q.dtype, torch.float32)

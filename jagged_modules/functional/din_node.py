@@ -79,7 +79,8 @@ def weighted_events(tensors: DINTensors, call: DINCall, units: UnitParameters | 
 
 
 def _statistics(tensors: DINTensors, call: DINCall, units: UnitParameters) -> list[Tensor]:
-    """Pairs, mean and variance `[3, H]` of each hidden layer; 0 pairs for the running ones."""
+    """Number of pairs, mean and variance `[3, H]` of each hidden layer; 0 pairs where they are the
+    running ones."""
     found: list[Tensor] = []
     moments = operators(call.kernels).moments
     means, variances = units.running_means, units.running_vars

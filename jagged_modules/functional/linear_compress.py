@@ -135,7 +135,8 @@ def _compress(
     implementation: str,
     batch_invariant: bool,
 ) -> Tensor:
-    """All implementations but "reference". orders, offsets: of a `CandidateIndex`; None: a map."""
+    """All implementations but "reference". orders, offsets: as `CandidateIndex` has them, None for
+    a map."""
     refuse_transforms("linear_compress does")
     if not uses_kernels(embeddings[-1].device, implementation):
         return linear_compress_cpu(*_autocast(weights, embeddings), maps, batch_invariant)

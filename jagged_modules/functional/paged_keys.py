@@ -111,7 +111,8 @@ def _check_scales(scales: Tensor, k: Tensor, v: Tensor) -> None:
 def readable_keys(
     pages: Pages, kv_offsets: Tensor, operands: tuple[Tensor, Tensor, Tensor], implementation: str
 ) -> tuple[Tensor, Tensor, Pages | None]:
-    """k, v and pages; where no kernel of the implementation reads pages, gathered rows and None."""
+    """k, v and pages as the implementation reads them: where no kernel reads pages, the gathered
+    rows and None."""
     q, k, v = operands
     on_cpu = implementation == "auto" and not q.is_cuda
     changes = pages.scales is None and autocast_dtype(k) != k.dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -137,8 +137,10 @@ class BlockDiagonalSelfAttention(Layer):
         )
         return jagged.unwrap(leaving(self.out_proj(out.flatten(1)), end))
 
-    @call_of(forward)
-    def __call__(self) -> None: ...
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
 
 class _RotaryTables(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -232,8 +232,10 @@ class JaggedDINAttention(Layer):
         k = entering(autocast(jagged.values), given.levels[0].end)
         return self._attend(given, k, None)
 
-    @call_of(forward)
-    def __call__(self) -> None: ...
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
     def _wrapped(self, name: str, x: Any) -> Jagged:
         return wrap_rows(name, x, self.embedding_dim, self.linears[0], "din_attention")

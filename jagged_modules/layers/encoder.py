@@ -238,8 +238,10 @@ class JaggedEncoderLayer(Layer):
             rows = self.norm2(rows + self.dropout(self._ffn(rows)))
         return jagged.unwrap(leaving(rows, end))
 
-    @call_of(forward)
-    def __call__(self) -> None: ...
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
     def _attended(self, jagged: Jagged, rows: Tensor, num_targets: Tensor | None) -> Tensor:
         own = jagged.with_values(rows)
@@ -315,5 +317,7 @@ class JaggedEncoder(Layer):
             return jagged.unwrap(rows.values)
         return jagged.unwrap(leaving(self.norm(rows.values), jagged.end("x")))
 
-    @call_of(forward)
-    def __call__(self) -> None: ...
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...

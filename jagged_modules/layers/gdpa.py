@@ -307,8 +307,10 @@ class JaggedGDPA(Layer):
         out = self._attend(q, k, v, rows, keys, mask, bias)
         return self._unwrapped(rows, out if config.num_seeds else leaving(out, end))
 
-    @call_of(forward)
-    def __call__(self) -> None: ...
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
     def _unwrapped(self, rows: Jagged, out: Tensor) -> Any:
         if not self.config.num_seeds:

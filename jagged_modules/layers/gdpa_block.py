@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jagged_kernels.rows.configs import MAX_WIDTH
@@ -103,5 +103,7 @@ class GDPABlock(Layer):
         out = rows + attention(normed, context, num_targets, bias).values
         return jagged.unwrap(leaving(out, end))
 
-    @call_of(forward)
-    def __call__(self) -> None: ...
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...

@@ -38,7 +38,7 @@ from .one_node import (
     linear,
     linear_gradients,
     node_dtype,
-    rounded_rows,
+    rounded_gemm_rows,
     rows_for_attention,
 )
 from .residual_node import (
@@ -244,7 +244,7 @@ def attention_part(
         is_learned = inputs.q_weight is None
         rows = inputs.x
         if not is_learned:
-            rows = gemm_rows(rows, end, call.dtype, rounded_rows(rows, end, call.dtype))
+            rows = rounded_gemm_rows(rows, end, call.dtype)
         y, saved = part(rows)
         y = y if end is None else with_zero_tail(y[: ctx.rows], end)
         return y, [*Around(end), *saved]
@@ -284,8 +284,7 @@ def _attended(
     ctx.of_context = None if context is None else (context.dtype, context.shape[0])
     ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
     if context is not None:
-        of_context = context, context_end, call.dtype
-        context = gemm_rows(*of_context, rounded_rows(*of_context))
+        context = rounded_gemm_rows(context, context_end, call.dtype)
     given = [x for x in inputs[4:10] if x is not None]
     *parameters, out_weight, out_bias = cast(call.dtype, *given)
     (q, k, v), weights, of_heads = _projected(rows, context, inputs, parameters, call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -190,8 +190,10 @@ class HSTULayer(Layer):
         rows = self._project("x", jagged)
         return self._updated(rows, self._attend_within(rows, mask, bias))
 
-    @call_of(forward)
-    def __call__(self) -> None: ...
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
     @through_call
     def cache(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -146,8 +146,10 @@ class JaggedInterFormer(UserLayers):
         _, (values, _) = jagged_split(state.values, state.offsets, self.config.num_cls)
         return rows.unwrap(values), features
 
-    @call_of(forward)
-    def __call__(self) -> None: ...
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
 
 class InterFormerLayer(Layer):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -151,8 +151,10 @@ class JaggedKunlun(UserLayers):
             state, features, summary = layer(state, features, summary)
         return rows.unwrap(state.values), features
 
-    @call_of(forward)
-    def __call__(self) -> None: ...
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
 
 class KunlunLayer(Layer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -146,8 +146,10 @@ class LinearCompressEmbedding(nn.Module):
         of_levels = weights, names, _names("candidates", levels), ["the layer"] * len(names)
         return compress_levels(list(self.weights), tensors, indices, of_levels)
 
-    @call_of(forward)
-    def __call__(self) -> None: ...
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
     def extra_repr(self) -> str:
         *shared, candidate = self.num_embeddings

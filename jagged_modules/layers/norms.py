@@ -59,7 +59,8 @@ class WideRMSNorm(nn.RMSNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """An RMSNorm whose weight may be wider than its input: torch's kernels need equal dtypes."""
+    """An RMSNorm whose weight may be wider than its input, as under autocast. torch's fused kernels
+    need equal dtypes."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.to(torch.promote_types(x.dtype, self.weight.dtype))

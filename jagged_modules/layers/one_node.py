@@ -167,6 +167,11 @@ def gemm_rows(
     return torch.cat([x, x.new_ones(x.shape[0], 1), x.new_zeros(x.shape[0], extra - 1)], 1)
 
 
+def rounded_gemm_rows(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`gemm_rows` with as many rows as `rounded_rows` says."""
+    return gemm_rows(x, end, dtype, rounded_rows(x, end, dtype))
+
+
 def rows_for_attention(x: Tensor, num_rows: int, end: Tensor | None) -> Tensor:
     """The projected rows x. Without an end, those that `gemm_rows` added are cut off; with one,
     attention skips them."""

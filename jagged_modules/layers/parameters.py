@@ -79,7 +79,8 @@ def xavier_linear(
     device: Device = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Linear:
-    """An nn.Linear with HSTU's initialisation on the instance: quantisation knows no subclass."""
+    """An nn.Linear with HSTU's initialisation, set on the instance: torch.ao.quantization does not
+    support subclasses."""
     linear = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
     # to_empty of torch 2.13 fails in a FakeTensorMode
     for name, parameter in [*linear.named_parameters()]:

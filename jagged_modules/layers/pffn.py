@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -104,8 +104,10 @@ class JaggedPFFN(Layer):
         weights = equal_segments(self.compress(self.norm(features)), rows.offsets)
         return wrapped.unwrap(self.block(rows, weights).values)
 
-    @call_of(forward)
-    def __call__(self) -> None: ...
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
 
 def check_features(features: Any, rows: Jagged, count: int, projection: nn.Module) -> None:

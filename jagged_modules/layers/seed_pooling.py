@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -119,5 +119,7 @@ class JaggedSeedPooling(Layer):
         of_tokens = torch.unflatten(self.compress(pooled), 1, (-1, self.rank)).flatten(2)
         return self.mix(of_tokens)
 
-    @call_of(forward)
-    def __call__(self) -> None: ...
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...

@@ -220,8 +220,10 @@ class JaggedTargetAttention(CachesProjection):
         keys_and_values = [self._keys_and_values(x) for x in rows]
         return self._attend(given, keys_and_values, q_proj, out_proj)
 
-    @call_of(forward)
-    def __call__(self) -> None: ...
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
     def _attend(
         self,

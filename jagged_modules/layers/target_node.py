@@ -35,7 +35,7 @@ from .one_node import (
     linear,
     linear_gradients,
     parameters_of,
-    rounded_rows,
+    rounded_gemm_rows,
     rows_for_attention,
 )
 from .targets import Targets
@@ -93,7 +93,8 @@ def target_node(
 
 
 class _Saved(NamedTuple):
-    """What the backward reads besides segments. end: of targets. The last three: of `Order`."""
+    """What the backward reads, besides the attention's segments. end: of the targets. The last
+    three: of `Order`."""
 
     targets: Tensor
     history: Tensor
@@ -203,11 +204,9 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
     end, dtype, heads = call.given.end, call.dtype, call.num_heads
     q_weight, q_bias, kv_weight, kv_bias, out_weight, out_bias = cast(dtype, *inputs[2:])
     queries, keys, order, inverse, history_rows = Order.of(call.given)
-    targets, end_of_history = _rows(inputs.targets, end), call.given.levels[0].end
-    targets = gemm_rows(targets, end, dtype, rounded_rows(targets, end, dtype)).flatten(0, -2)
+    targets = rounded_gemm_rows(_rows(inputs.targets, end), end, dtype).flatten(0, -2)
     history = in_order(inputs.history, history_rows)  # on the CPU alone
-    of_history = history, end_of_history, dtype
-    history = gemm_rows(*of_history, rounded_rows(*of_history))
+    history = rounded_gemm_rows(history, call.given.levels[0].end, dtype)
     num_rows = inputs.targets.shape[:-1].numel()
     q = rows_for_attention(linear(targets, q_weight, q_bias), num_rows, end)
     q = torch.unflatten(in_order(q, order), 1, (heads, -1))

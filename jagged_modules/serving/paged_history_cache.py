@@ -369,7 +369,8 @@ class PagedHistoryCache:
                     self._last_copy = torch.cuda.current_stream(self._rows.device).record_event()
 
     def _current_weights(self) -> int:
-        """Of the layer's parameters and buffers: equal while nobody writes to or replaces them."""
+        """The version of the layer's parameters and buffers: equal while nobody writes to them or
+        replaces them."""
         layer: Any = self.layer
         parts = (
             vars(x)[kind].values()
@@ -429,7 +430,8 @@ class PagedHistoryCache:
     def _write(
         self, users: Sequence[Hashable], rows: HistoryCache, ranges: Sequence[RowRange]
     ) -> None:
-        """Copy the rows to these ranges. If that fails, the users are forgotten."""
+        """Copy the rows to these ranges. If that fails, for example without memory, the users are
+        forgotten."""
         try:
             self._rows.write(rows, ranges)
         except BaseException:

@@ -164,7 +164,8 @@ class PageTable:
         return -(-rows // self.page_rows)
 
     def _check(self, pages: int, users: int, pinned: int) -> None:
-        """CacheFull unless these users can have so many pages. pinned: what they cannot have."""
+        """CacheFull unless so many pages can be had for these users. pinned: pages that they cannot
+        have."""
         if pages > self.num_pages - pinned:
             read = f" of which selected histories read {pinned}," if pinned else ""
             raise CacheFull(

@@ -136,7 +136,8 @@ def _is_supported(match: TargetAttention, analysis: Analysis) -> bool:
 
 
 def _is_plain(match: TargetAttention) -> bool:
-    """Whether the operands have one dtype (softmax can convert) and batches of one size."""
+    """Whether the operands have one dtype (softmax can convert) and batches that torch does not
+    broadcast."""
     operands = match.query, match.key, match.value
     queries, keys, values = (shape_of(x.meta["val"])[:-2] for x in operands)
     dtypes = {x.meta["val"].dtype for x in (match.node, *operands)}
@@ -169,7 +170,8 @@ def _operator(
 
 
 def _softmax(node: fx.Node, estimate: Callable[[Size], int]) -> TargetAttention | None:
-    """softmax(scores) v of q kᵀ times numbers, plus a mask of 0 and -inf, or keys set to -inf."""
+    """softmax(scores) v, where the scores are q kᵀ times numbers, plus a mask of 0 and -inf, or
+    with keys set to -inf."""
     if node.target not in (aten.bmm.default, aten.matmul.default):
         return None
     weights, value = positional(node)[:2]
@@ -243,7 +245,8 @@ def _is_dense(query: Any, key: Any, value: Any) -> bool:
 def _add_mask(
     match: TargetAttention, mask: fx.Node, reader: fx.Node, estimate: Callable[[Size], int]
 ) -> bool:
-    """Whether the mask hides a row's keys alike from all heads and queries: then match has it."""
+    """Whether the mask hides keys of a row alike from all heads and queries. Then it becomes part
+    of the match."""
     chain: list[fx.Node] = []
     source = _skip_views(mask, chain)
     visible = reader.target is aten.scaled_dot_product_attention.default

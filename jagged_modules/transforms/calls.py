@@ -175,7 +175,8 @@ def own_rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for aten operators `name.overload`, but those that this torch lacks."""
+    """Registers a rule for aten operators `name.overload`. Operators that this version of torch
+    lacks are skipped."""
 
     def register(function: Rule) -> Rule:
         for name in names:

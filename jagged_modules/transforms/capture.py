@@ -147,7 +147,8 @@ def captured_from(
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
-    """Remove torch.export's assertions that sizes, of no input, are at least 2."""
+    """Remove the assertions that a size is at least 2. They are torch.export's own, for sizes that
+    are no input's."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         condition = node.args[0]
         if (
@@ -264,7 +265,8 @@ def _with_one_batch(model: nn.Module, replicated: Sequence[str]) -> nn.Module:
 
 
 class FirstSize(NamedTuple):
-    """A tensor's first size: the input that has it, its name in a capture's guards, its value."""
+    """The first size of a tensor: the input that has it, its name in the guards of a capture, and
+    its value."""
 
     name: str
     guard: str

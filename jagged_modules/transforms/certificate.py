@@ -22,7 +22,8 @@ ROUNDINGS = 8
 
 
 def coarsest_eps(graph: fx.Graph) -> float:
-    """The largest eps of the dtypes of a graph's values: float32 may come from bfloat16."""
+    """The largest eps of the dtypes of a captured graph's values: results in float32 may come from
+    bfloat16."""
     values = [
         x
         for node in graph.nodes
@@ -149,7 +150,8 @@ def _call(module: nn.Module, inputs: dict[str, Any], **more: Any) -> Any:
 
 
 def _compare(expected: Any, found: Any, roundings: float, eps: float) -> float:
-    """The largest difference relative to a tensor's largest element. ValueError above rounding."""
+    """The largest difference, relative to the largest element of its tensor. ValueError if it is
+    more than rounding."""
     largest = 0.0
     for position, (x, y) in enumerate(zip(pytree.tree_leaves(expected), pytree.tree_leaves(found))):
         if x.shape != y.shape or x.dtype != y.dtype:

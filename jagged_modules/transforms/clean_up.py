@@ -121,7 +121,8 @@ def _is_whole(node: fx.Node) -> bool:
 
 
 def _clears_no_row(node: fx.Node) -> bool:
-    """Whether it fills rows behind the last of segments that have all rows (functional/tail.py)."""
+    """Whether rows behind the last segment are filled (functional/tail.py), of segments that have
+    all rows."""
     if node.target is not aten.masked_fill.Scalar:
         return False
     x, behind, _ = positional(node)
@@ -398,7 +399,8 @@ def _is_view(node: Any) -> bool:
 
 
 def _chain(end: Any, keep: Set[fx.Node]) -> Chain | None:
-    """The longest chain of views to `end` that factors describe and that nothing else reads."""
+    """The longest chain of views to `end` that factors describe, and whose other results nothing
+    else reads."""
     nodes: list[fx.Node] = []
     while is_tensor(end) and _is_view(end) and end not in keep:
         if nodes and len(end.users) > 1:
@@ -485,7 +487,8 @@ def _shape_of_product(target: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | 
 
 
 def _replace(graph: fx.Graph, node: fx.Node, new: fx.Node) -> None:
-    """Unless torch finds another shape, as if it does not simplify a quotient of sizes."""
+    """Unless torch finds another shape, for instance because it does not simplify a quotient of
+    sizes."""
     if shape_of(new.meta["val"]) == shape_of(node.meta["val"]):
         node.replace_all_uses_with(new)
         graph.erase_node(node)

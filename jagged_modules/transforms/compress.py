@@ -47,7 +47,8 @@ class Compression:
 
     @property
     def reads(self) -> set[tuple[fx.Node, fx.Node]]:
-        """None: the product with the users' embeddings has a lineage itself."""
+        """As of `TargetAttention`: none, because the product with the users' embeddings has a
+        lineage itself."""
         return set()
 
 

@@ -74,7 +74,8 @@ class Replication:
 
 
 def own_replication(captured: Captured, analysis: Analysis) -> Replication | None:
-    """Of a model that replicates rows itself. None unless their numbers are sizes of its inputs."""
+    """The replication of a model that does it itself. None unless all numbers of rows are sizes of
+    its inputs."""
     sizes: dict[Size, Rows] = {}
     for name, nodes in captured.inputs.items():
         value = nodes[0].meta.get("val") if len(nodes) == 1 else None

@@ -186,7 +186,8 @@ class Distributor:
         return lineage.maps if only in (None, lineage.maps) else None
 
     def _pieces(self, x: fx.Node, dim: int) -> list[fx.Node]:
-        """Values whose concatenation along `dim` is x: views and unary operators of each."""
+        """Values whose concatenation along `dim` is x. Views and unary operators are applied to
+        each."""
         if not is_operator(x) or self._lineage(x) is not None:
             return [x]
         call, shape = Call(x, {}), shape_of(x.meta["val"])

@@ -76,7 +76,8 @@ class State:
 
 
 def with_eager_form(fused: fx.GraphModule) -> None:
-    """Let eager calls of `fused` run this form. Compilers, exports and copies have the graph."""
+    """Let eager calls of `fused` run this form. torch.compile, torch.export and copies have the
+    graph."""
     eager = _eager_form(fused)
     of_graph, of_eager = type(fused).forward, type(eager).forward
 

@@ -191,7 +191,8 @@ class Emitter:
         return Decisions(self.moved | self._per_user, fused, joined, dead, gathered)
 
     def _value_of_users(self, x: fx.Node) -> Any:
-        """What the users' embedding bag reads: their values, sizes with U for C, and weights."""
+        """What an embedding bag of the users reads: values of their input, sizes with U for C, and
+        weights."""
         if x in self._of_users:
             return self._of_users[x]
         assert self.batch is not None
@@ -261,7 +262,8 @@ class Emitter:
         return self.call(aten.where.self, self.call(aten.lt.Scalar, index, 0), from_end, index)
 
     def select(self, x: fx.Node, dim: int, index: fx.Node, wraps: bool) -> fx.Node:
-        """x[index] along a dimension. wraps: negative indices count from the end (index.Tensor)."""
+        """x[index] along a dimension. wraps: whether negative indices count from the end, as they
+        do for index.Tensor."""
         if wraps:
             return self.call(aten.index.Tensor, x, [None] * dim + [index])
         return self.call(aten.index_select.default, x, dim, index)

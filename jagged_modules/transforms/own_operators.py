@@ -67,7 +67,8 @@ class SegmentAttention:
 def find_segment_attentions(
     graph: fx.Graph, analysis: Analysis, estimate: Callable[[Size], int]
 ) -> dict[fx.Node, SegmentAttention]:
-    """All such attentions without masks, with less than half as many users as candidates."""
+    """All such attentions without masks, with fewer than half as many users as there are
+    candidates, by their node."""
     found = {}
     for node in graph.nodes:
         if str(node.target) not in ATTENTIONS or node in analysis.lineages:
@@ -116,7 +117,8 @@ def _options(call: Any) -> dict[str, Any] | None:
 
 
 def _of_segments(call: Call, attention: Any, names: str) -> Lineage | None:
-    """The common lineage of operands, whose rows are segments of the offsets' lengths."""
+    """The common lineage of operands, whose rows are segments of the lengths that the offsets
+    say."""
     lineages = []
     for name in names:
         offsets = attention.segments.q_offsets if name == "q" else attention.segments.kv_offsets

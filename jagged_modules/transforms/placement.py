@@ -334,7 +334,8 @@ def _add_choice(
     costs: Costs,
     read_in_place: Set[tuple[fx.Node, fx.Node]],
 ) -> None:
-    """Edges of a node on the side "base" or "full" of the cut. From base to full, they are paid."""
+    """Edges of a node, which is on the side "base" or "full" of the cut. An edge is paid if it goes
+    from base to full."""
 
     def add(start: Any, end: Any, cost: float) -> None:
         if graph.has_edge(start, end):

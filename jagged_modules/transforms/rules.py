@@ -40,14 +40,16 @@ copysign.Tensor xlogy.Tensor heaviside.default floor_divide.default""".split()
     *OTHERS,
 )
 def pointwise(call: Call) -> Moved | None:
-    """Each element of the result depends on those at its place in the broadcast operands."""
+    """Each element of the result depends on the elements at the same place of the broadcast
+    operands."""
     lineage = call.broadcast([x for argument in call.arguments.values() for x in flat(argument)])
     return lineage and Moved(lineage, broadcasts=True)
 
 
 @rule("type_as.default")
 def type_as(call: Call) -> Moved | None:
-    """Converts each element. The second operand, of any rows and shape, tells dtype and device."""
+    """Converts each element. The second operand tells the dtype and the device, by any of its rows
+    and in any shape."""
     lineage, other = call.lineage(call["self"]), call.lineage(call["other"])
     return Moved(lineage) if lineage and (other is None or other.maps == lineage.maps) else None
 
@@ -120,14 +122,16 @@ def group_norm(call: Call) -> Moved | None:
 
 @rule("_native_batch_norm_legit_no_training.default")
 def batch_norm_in_eval(call: Call) -> Moved | None:
-    """With running statistics, an affine function of each element, by its channel only."""
+    """With running statistics, an affine function of each element that depends on its channel
+    only."""
     lineage = call.lineage(call["input"])
     return Moved(lineage) if lineage and call.only("input") and lineage.dim != 1 else None
 
 
 @rule("linear.default")
 def linear(call: Call) -> Moved | None:
-    """Each row of the result depends on the same row of the input; contracts the last dim."""
+    """Each row of the result depends on the same row of the input. The last dimension is the one
+    that is contracted."""
     lineage = call.lineage(call["input"])
     if lineage is None or not call.only("input"):
         return None
@@ -138,7 +142,8 @@ def linear(call: Call) -> Moved | None:
 
 @rule("matmul.default", "bmm.default", "mm.default", "baddbmm.default", "addmm.default")
 def matmul(call: Call) -> Moved | None:
-    """Rows of the left operand, columns of the right one, or matrices of a batch are separate."""
+    """Rows of the left operand, columns of the right one, or matrices of a batch are computed by
+    themselves."""
     # addmm, baddbmm, mm and bmm, matmul
     names = ("mat1", "mat2"), ("batch1", "batch2"), ("self", "mat2"), ("self", "other")
     left, right = next((call[x], call[y]) for x, y in names if {x, y} <= call.arguments.keys())
@@ -175,7 +180,8 @@ def _matrix_vector(call: Call, left: Any, right: Any) -> Moved | None:
 def _batches(
     call: Call, operands: Sequence[Any], own: Sequence[Lineage | None], ndim: int
 ) -> list[Lineage]:
-    """Lineages of operands along a batch dimension, where those without one have size 1."""
+    """The lineages of operands along a batch dimension, where those without one must have size
+    1."""
     lineages = [x for x in own if x]
     for x, lineage in zip(operands, own):
         dim = lineages[0].dim - ndim + len(call.shape(x)) if lineages else -1
@@ -269,7 +275,8 @@ def prelu(call: Call) -> Moved | None:
 
 @rule("bilinear.default")
 def bilinear(call: Call) -> Moved | None:
-    """Each row of the result depends on the same row of both inputs; contracts the last dims."""
+    """Each row of the result depends on the same row of both inputs, whose last dimensions are
+    contracted."""
     lineage = call.broadcast([call["input1"], call["input2"]], skip=1)
     return lineage and Moved(lineage) if call.only("input1", "input2") else None
 

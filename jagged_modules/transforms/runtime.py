@@ -292,7 +292,8 @@ def attend_equal_segments(
     output_scale: float,
     implementation: str,
 ) -> tuple[Tensor]:
-    """`jagged_attention` of segments of q_rows queries and kv_rows keys. mask: `MaskParams`."""
+    """`jagged_attention` of segments of q_rows queries `[B · q_rows, H, D]` and kv_rows keys each.
+    mask: `MaskParams`."""
     num_segments = k.shape[0] // kv_rows
     kv_offsets = _equal_segments(num_segments, kv_rows, k.device)
     q_offsets = kv_offsets if q_rows == kv_rows else _equal_segments(num_segments, q_rows, k.device)

@@ -21,7 +21,8 @@ WHOLE = 2**62  # an end of a slice that no dimension reaches
 
 @rule("view.default", "_unsafe_view.default", "reshape.default")
 def view(call: Call) -> Moved | None:
-    """Keeps the order of elements. No rule unless the rows stay one factor of one dimension."""
+    """Keeps the order of elements: the rows stay one factor of one dimension, or there is no
+    rule."""
     lineage = call.lineage(call["self"])
     after = lineage and refold(lineage, call.shape(call["self"]), call.shape())
     if after is None or any(size == 0 for size in call.shape()):  # -1 would be any size
@@ -34,7 +35,8 @@ def view(call: Call) -> Moved | None:
 
 
 def _sizes(call: Call, sizes: Any, dim: int, rows: Size) -> list[Any] | None:
-    """A view's sizes with -1 for `dim`, or `rows` if another size is unknown; None if both are."""
+    """The sizes of a view with -1 for the dimension `dim`, or `rows` if another size is unknown;
+    None if both are."""
     result = list(sizes)
     result[dim] = -1
     for other, size in enumerate(sizes):
@@ -157,7 +159,8 @@ def unbind(call: Call) -> Moved | None:
 
 @rule("cat.default")
 def cat(call: Call) -> Moved | None:
-    """Concatenates along another dimension. Operands have the same map, or one repeated row."""
+    """Concatenates along another dimension, row by row. All operands need the same map, or one row
+    that is repeated."""
     dim, ndim = call.dim("dim", len(call.shape())), len(call.shape())
     return _join(
         call, dim, [call.lineage(x) for x in call["tensors"] if len(call.shape(x)) == ndim]
@@ -244,7 +247,8 @@ def _is_mask(x: fx.Node) -> bool:
 
 @rule("embedding.default", "one_hot.default")
 def embedding(call: Call) -> Moved | None:
-    """Looks up each index in a table that is the same for all rows. A row's dims are appended."""
+    """Looks up each index by itself in a table that is the same for all rows. The dimensions of a
+    row are appended."""
     indices = call["indices"] if "indices" in call.arguments else call["self"]
     lineage, table = call.lineage(indices), call.arguments.get("weight")
     is_shared = not is_tensor(table) or call.lineage(table) is None

@@ -8,23 +8,15 @@ from jagged_kernels.block_attention.configs import (
     fits_shared_memory,
 )
 from jagged_kernels.block_attention.params import RotaryParams
-from jagged_kernels.block_attention.select import BlockAttentionProblem, select_block_attention
+from jagged_kernels.block_attention.select import select_block_attention
 from jagged_kernels.common.configs import KernelChoice
 
 from jagged_modules.functional.block_attention import runs_kernels
 
+from ..kernels_used import TYPICAL_BLOCKS
+
 TABLE = torch.ones(4, 32)
-TYPICAL = BlockAttentionProblem(
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=64,
-    dtype=torch.bfloat16,
-    block_size=64,
-    rotary="none",
-    aligned=True,
-    device_type="cuda",
-    capability=(9, 0),
-)
+TYPICAL = TYPICAL_BLOCKS._replace(head_dim=64)
 UNSUPPORTED_BY_HOPPER = {
     "fp32": dict(dtype=torch.float32),
     "grouped heads": dict(num_kv_heads=2),

@@ -33,7 +33,7 @@ from jagged_modules.layers import (
     target_node,
 )
 from jagged_modules.layers.norms import NormOptions
-from jagged_modules.scalars import bucket_of
+from jagged_modules.scalars import rounded_size
 
 LENGTHS, CONTEXTS = [5, 0, 1, 19], [3, 2, 4, 0]
 WIDTH = 24
@@ -299,13 +299,15 @@ ROUNDED += "seeds-qk-norm", "targets", "container", "candidates", "grouped-candi
 def rounded(monkeypatch):
     """Nodes take rows of 0 behind their own, as on a GPU where they copy them in 16 bits."""
 
+    own = one_node.gemm_rows
+
     def rows(x, end, dtype, num_rows=None, has_columns=True):
-        x = one_node.gemm_rows(x, end, dtype, num_rows, has_columns)
+        x = own(x, end, dtype, num_rows, has_columns)
         return padded_to(x, num_rows or len(x)) if x.dim() == 2 else x
 
-    for module in (gdpa_node, target_node):
+    for module in (one_node, gdpa_node, target_node):
         monkeypatch.setattr(module, "gemm_rows", rows)
-        monkeypatch.setattr(module, "rounded_rows", lambda x, *_: bucket_of(len(x), 16, 8)[0])
+    monkeypatch.setattr(one_node, "rounded_rows", lambda x, *_: rounded_size(len(x)))
 
 
 @pytest.mark.parametrize("name", ROUNDED)

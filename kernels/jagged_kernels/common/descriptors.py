@@ -45,7 +45,8 @@ def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
 
 
 def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Descriptor as `heads_first`: a box is `rows` rows of a head; columns past D read as 0."""
+    """Descriptor of `[rows, H, D]`, as `heads_first`: a box is `rows` rows of a head; columns past
+    D read as 0."""
     box = _box(x.dtype, 1, rows, padded_dim(x.shape[2]))
     return fill(TensorDescriptor, x, *heads_first(x), box)
 

@@ -32,7 +32,8 @@ class DeviceProperties(NamedTuple):
 
 @functools.cache
 def device_properties(device: torch.device) -> DeviceProperties:
-    """Properties of a GPU. Triton's interpreter counts as four multiprocessors of 9.0."""
+    """Properties of a GPU. Triton's interpreter runs on host tensors, as four multiprocessors of
+    capability 9.0."""
     if device.type != "cuda":
         return DeviceProperties((9, 0), 4)
     properties = torch.cuda.get_device_properties(device)

@@ -66,7 +66,8 @@ def load(path: str | os.PathLike[str]) -> None:
 
 
 def import_modules() -> None:
-    """Import the modules of kernels and of their launches, before a launch waits for it."""
+    """Import the kernels' modules and those that launch them, which the first launch would wait
+    for."""
     for name in sorted(_modules):
         importlib.import_module(name)
 

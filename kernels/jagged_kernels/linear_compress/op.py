@@ -125,7 +125,8 @@ def _problem(
 def _shared_gemm(
     weight: Tensor, embedding: Tensor, config: GemmConfig, batch_invariant: bool
 ) -> Tensor:
-    """A shared level's result in fp32, for the candidates' GEMM. weight: with aligned rows."""
+    """A shared level's result in fp32, which the candidates' GEMM adds in its epilogue. weight:
+    with aligned rows."""
     (batch, _, n), m, device = embedding.shape, weight.shape[0], embedding.device
     num_tiles = batch * cdiv(m, 128) * cdiv(n, 256)
     if (
@@ -221,7 +222,8 @@ def _gemm(
     dtype: torch.dtype,
     config: GemmConfig,
 ) -> Tensor:
-    """weight, with aligned rows, @ embedding[b] + Σ addends[index[b]], `[B, M, N]`, by Triton."""
+    """weight `[M, K]`, with aligned rows, @ embedding[b] `[K, N]` + Σ addends[index[b]],
+    `[B, M, N]`, by Triton."""
     weight, embedding = weight.unsqueeze(0), contiguous_last_dim(embedding)
     (batch, _, n), m = embedding.shape, weight.shape[1]
     out = embedding.new_empty((batch, m, n), dtype=dtype)

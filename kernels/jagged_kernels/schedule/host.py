@@ -310,7 +310,8 @@ def _with_heads(segment: Tensor, block: Tensor, num_heads: int) -> Tensor:
 
 
 def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:
-    """Upper bound on the tiles of `num_segments` segments of `total_q` rows; 0 without segments."""
+    """Upper bound on the number of tiles of `num_segments` segments with `total_q` rows in total; 0
+    without segments."""
     return num_heads * (cdiv(total_q, block_m) + num_segments) if num_segments else 0
 
 
