@@ -147,15 +147,23 @@ def attend(
 ) -> Tensor:
     """`jagged_attention` of operands with three dimensions, and segments and options that need no
     checks: those of a layer. queries, keys: None where all segments share the operand."""
-    parsed = checked_call(q, k, v, queries, keys, options)
-    return _scaled(_by_kernels_or_cpu(parsed.call), parsed)
+    return computed(checked_call(q, k, v, queries, keys, options))
 
 
 def computed(parsed: ParsedAttention) -> Tensor:
     """The result of an attention of any implementation."""
-    is_defined = parsed.call.params.implementation == "reference"
-    out = _by_definition(parsed) if is_defined else _by_kernels_or_cpu(parsed.call)
-    return _scaled(out, parsed)
+    call, row_scale = parsed.call, parsed.row_scale
+    q, k, v, _, params, _ = call
+    if params.implementation == "reference":
+        out = _by_definition(parsed)
+    elif _is_for_the_cpu(q, params.implementation):
+        out = attention_cpu(call)
+    else:
+        from jagged_kernels.attention.op import attention
+
+        trains = q.requires_grad or k.requires_grad or v.requires_grad
+        out = attention(_with_schedule(call, trains and torch.is_grad_enabled()))
+    return out if row_scale is None else (out * row_scale[:, None, None]).to(parsed.dtype)
 
 
 def attention_forward(call: AttentionCall, trains: bool) -> tuple[Tensor, Tensor, Arguments]:
@@ -237,25 +245,10 @@ def attention_arguments(
     return operator_arguments(_with_schedule(call, torch.is_grad_enabled()))
 
 
-def _by_kernels_or_cpu(call: AttentionCall) -> Tensor:
-    if _is_for_the_cpu(call.q, call.params.implementation):
-        return attention_cpu(call)
-    from jagged_kernels.attention.op import attention
-
-    q, k, v, *_ = call
-    trains = q.requires_grad or k.requires_grad or v.requires_grad
-    return attention(_with_schedule(call, trains and torch.is_grad_enabled()))
-
-
 def _is_for_the_cpu(x: Tensor, implementation: str) -> bool:
     """Whether the CPU path computes, not the kernels: also for meta tensors, whose results have
     shapes alone."""
     return implementation == "auto" and not x.is_cuda
-
-
-def _scaled(out: Tensor, parsed: ParsedAttention) -> Tensor:
-    row_scale = parsed.row_scale
-    return out if row_scale is None else (out * row_scale[:, None, None]).to(parsed.dtype)
 
 
 def _by_definition(parsed: ParsedAttention) -> Tensor:
