@@ -303,32 +303,32 @@ def _query_chunks(num_queries: int | Tensor, k: Tensor, chunks: int) -> TiledSeg
 def attention(call: AttentionCall) -> Tensor:
     """Attention by the portable or the Hopper kernels, in less host time than by a call of the
     operator. The call has a schedule."""
-    arguments, run = _prepared(call)
-    if run is None:
+    arguments, launch = _prepared(call)
+    if launch is None:
         results = _operator(call)(*arguments)
         return results[0] if call.segments.pages is None else results
     if torch.is_grad_enabled() and call.segments.pages is None:
-        return differentiable(arguments, run, attention_backward)[0]
-    return run()[0]
+        return differentiable(arguments, lambda *_: _launch(*launch), attention_backward)[0]
+    return _launch(*launch)[0]
 
 
 def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Arguments]:
     """`attention` inside a layer's autograd node: out, lse, and the arguments that the node's
     backward gives to `attention_backward` or `attention_packed_backward`. No pages."""
-    arguments, run = _prepared(call)
-    out, lse = triton_attention(*arguments) if run is None else run()
+    arguments, launch = _prepared(call)
+    out, lse = triton_attention(*arguments) if launch is None else _launch(*launch)
     return out, lse, arguments
 
 
-def _prepared(call: AttentionCall) -> tuple[Arguments, Callable | None]:
-    """The operator's arguments, and what to call with them instead of it; None: nothing else."""
+def _prepared(call: AttentionCall) -> tuple[Arguments, tuple[Any, ...] | None]:
+    """The operator's arguments, and those of `_launch`, which does the same in less host time; None
+    where only the operator may be called."""
     call = _for_kernels(call)
     tiles, key_tiles = call.schedule.tile_list, _key_tiles(call)
     arguments, params, op = pack(call, tiles, key_tiles), call.params, _operator(call)
     floats = *call[:3], params.segment_scale, params.position_bias, params.time_bias
-    if direct(op, arguments, floats) is op:
-        return arguments, None
-    return arguments, lambda *_: _launch(call, tiles, key_tiles)
+    is_operator = direct(op, arguments, floats) is op
+    return arguments, None if is_operator else (call, tiles, key_tiles)
 
 
 def _operator(call: AttentionCall) -> Callable:
