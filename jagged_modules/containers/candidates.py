@@ -331,34 +331,38 @@ class CandidateIndex(Queries):
         num_rows = None if self.order is None else self.order.shape[0] * rows_per_candidate
         return RowSegments(self.query_offsets(rows_per_candidate), host_lengths, num_rows)
 
-    def parsed_queries(self, num_candidates: int, rows_per_candidate: int = 1) -> RowSegments:
-        """The segments of the query rows, rows_per_candidate for each of num_candidates, as
-        operators take them. The index is on the rows' device, and `check` has passed."""
-        offsets = self.query_offsets(rows_per_candidate)
-        has_tail = may_have_tail(
-            "candidates", self.offsets, num_candidates, offsets.device, self.known_segmentation()
-        )
-        num_rows = num_candidates * rows_per_candidate
-        return RowSegments(offsets, num_rows=num_rows, has_tail=has_tail)
-
-    def matched(
-        self, queries: Tensor, num_users: int | None, name: str = "q", own: str = "candidates"
-    ) -> CandidateIndex:
-        """The index on the queries' device, after `check`.
+    @classmethod
+    def parse(
+        cls,
+        candidates: CandidateIndex | Tensor,
+        queries: Tensor,
+        num_users: int,
+        rows_per_candidate: int,
+        name: str = "q",
+        own: str = "candidates",
+    ) -> tuple[CandidateIndex, RowSegments]:
+        """The index on the queries' device, and the segments of the query rows, as operators take
+        them.
 
         Args:
+            candidates, num_users: as in `wrap`; errors call candidates `own`.
             queries: `[num_candidates, ...]`, which errors call `name`.
-            num_users: as in `check`.
-            own: what errors call the index.
+            rows_per_candidate: query rows of each candidate.
 
         Raises:
-            ValueError: the index describes other numbers of candidates or of users, or is on
-                another device.
+            TypeError, ValueError: as `wrap`; the index describes other numbers of candidates or of
+                users, or is on another device.
         """
+        index = cls.wrap(candidates, num_users, own)
+        device, num_candidates = queries.device, queries.shape[0]
         have = "targets have" if name == "targets" else "the queries have"
-        self.check(queries.shape[0], num_users, own, have)
-        check_device(own, self.offsets, queries.device, possessive(name))
-        return self.on(queries.device)
+        index.check(num_candidates, num_users, own, have)
+        check_device(own, index.offsets, device, possessive(name))
+        index = index.on(device)
+        offsets, known = index.query_offsets(rows_per_candidate), index.known_segmentation()
+        has_tail = may_have_tail("candidates", index.offsets, num_candidates, device, known)
+        num_rows = num_candidates * rows_per_candidate
+        return index, RowSegments(offsets, num_rows=num_rows, has_tail=has_tail)
 
     def on(self, device: torch.device) -> CandidateIndex:
         """The index on `device`, copied there once."""

@@ -125,10 +125,8 @@ def din_attention(
     check_offsets("kv_offsets", kv_offsets, k.shape[0])
     check_device("kv_offsets", kv_offsets, q.device, "q's")
     keys = parse_segments("kv_offsets", kv_offsets, k.shape[0], q.device)
-    index = CandidateIndex.wrap(candidates, kv_offsets.shape[0] - 1)
-    index = index.matched(q, kv_offsets.shape[0] - 1)
     rows = q.shape[1] if many else 1
-    queries = index.parsed_queries(q.shape[0], rows)
+    index, queries = CandidateIndex.parse(candidates, q, kv_offsets.shape[0] - 1, rows)
     grouped = index.grouped(q).reshape(-1, q.shape[-1])
     if implementation == "reference":
         out = din_attention_reference(grouped, k, v, queries.offsets, keys.offsets, *mlp)

@@ -144,18 +144,16 @@ def target_attention(
     ):
         if name == "q" or pages is None or getattr(pages, "scales", None) is None:
             check_tensor(name, x, shape.count(",") + 1, shape, "target_attention", implementation)
-    num_users = None
     if isinstance(kv_offsets, str):
         check_shared("kv_offsets", kv_offsets)
         where = 'a CandidateIndex where kv_offsets is "shared"'
         check_kind("candidates", candidates, CandidateIndex, where)
+        num_users = candidates.num_users
     else:
         check_offsets_shape("kv_offsets", kv_offsets)
         num_users = kv_offsets.shape[0] - 1
-        candidates = CandidateIndex.wrap(candidates, num_users)
-    candidates = candidates.matched(q, num_users)
     num_candidates, rows = q.shape[:2]
-    queries = candidates.parsed_queries(num_candidates, rows)
+    candidates, queries = CandidateIndex.parse(candidates, q, num_users, rows)
     if max_seqlen_q is not None:
         check_offsets(
             "candidates", queries.offsets, max_seqlen=max_seqlen_q, longest="max_seqlen_q"

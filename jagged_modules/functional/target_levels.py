@@ -135,12 +135,12 @@ def parse_levels(
         check_operands(q.flatten(0, 1), k, v)
         check_offsets(name, offsets, k.shape[0])
         check_device(name, offsets, q.device, "q's")
-        parents = offsets.shape[0] - 1
-        own = f"candidates[{i}]"
-        index = CandidateIndex.wrap(candidates, parents, own).matched(q, parents, own=own)
+        index, queries = CandidateIndex.parse(
+            candidates, q, offsets.shape[0] - 1, q.shape[1], own=f"candidates[{i}]"
+        )
         keys = parse_segments(name, offsets, k.shape[0], q.device)
         operands.append((k, v))
-        levels.append(Level(index.parsed_queries(*q.shape[:2]), keys, index, q.shape[:2]))
+        levels.append(Level(queries, keys, index, q.shape[:2]))
     if len({v.shape[1:] for _, v in operands}) != 1:
         shapes = [list(v.shape) for _, v in operands]
         raise ValueError(f"v must have the same heads and head dim in each level, got {shapes}")

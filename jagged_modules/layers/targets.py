@@ -124,20 +124,17 @@ def _with_candidates(
     given: Any = {"candidates": candidates}
     if of_levels:
         given = {f"candidates[{i}]": x for i, x in enumerate(candidates)}
-    sizes = [x.num_segments for x in histories.values()]
-    indices = {x: CandidateIndex.wrap(given[x], size, x) for x, size in zip(given, sizes)}
     rows = _checked(targets, projection, width, 3, "[num_candidates, n_q, E_t]")
     shape = rows.shape[:2]
     levels: list[Level] = []
     ends: list[Tensor] = []
-    for (own, index), (name, history) in zip(indices.items(), histories.items()):
-        index = index.matched(rows, history.num_segments, "targets", own)
-        level = Level(
-            index.parsed_queries(*shape), history.parsed(name), index, shape, None, history
+    for (own, x), (name, history) in zip(given.items(), histories.items()):
+        index, queries = CandidateIndex.parse(
+            x, rows, history.num_segments, shape[1], "targets", own
         )
-        levels.append(level)
+        levels.append(Level(queries, history.parsed(name), index, shape, None, history))
         # A map has one entry for each candidate, so no row is behind them.
-        if level.queries.has_tail and index.order is None:
+        if queries.has_tail and index.order is None:
             ends.append(index.query_offsets(1))
     end = ends[0] if len(ends) == len(levels) else None
     if end is not None and len(ends) > 1:

@@ -93,7 +93,8 @@ def test_query_rows_of_a_user():
     assert index.query_segments(4).host_lengths.tolist() == [12, 0, 8]
     strided = torch.tensor([[0, 7], [3, 7], [3, 7], [5, 7]])[:, 0]
     index = jm.CandidateIndex.from_offsets(strided)
-    segments = [index.parsed_queries(5), index.query_segments(1), index.parsed_queries(5)]
+    first, again = (jm.CandidateIndex.parse(index, torch.randn(5, 1), 3, 1)[1] for _ in range(2))
+    segments = [first, index.query_segments(1), again]
     assert segments[0].offsets.is_contiguous()
     assert all(x.offsets is segments[0].offsets for x in segments), "copied once"
     segments = jm.Jagged(torch.randn(5, 2), strided).query_segments(1)
