@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jagged_kernels.block_attention.configs import fits_shared_memory
@@ -73,39 +73,19 @@ def block_diagonal_attention(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, 3, "[L, H, D]", "block_diagonal_attention", implementation)
+    check_schedule_of(q, schedule)
     q, k, v = (autocast(x) for x in (q, k, v))
-    offsets, has_tail = _check_block_attention(
-        q, k, v, "q", offsets, block_size, scale, rotary, schedule, implementation
-    )
-    dropout = _parse_dropout(dropout_p, dropout_seed, q)
-    factor = q.shape[2] ** -0.5 if scale is None else float(scale)
-    return _block_attention(
-        q, k, v, offsets, block_size, factor, rotary, implementation, has_tail, dropout
-    )
+    options = block_size, scale, rotary, implementation, dropout_p, dropout_seed
+    return _block_attention(q, k, v, _parsed(q, k, v, "q", offsets, *options))
 
 
-def _block_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    block_size: int,
-    scale: float,
-    rotary: Rotary | None,
-    implementation: str,
-    has_tail: bool,
-    dropout: tuple[float, list[Tensor]],
-) -> Tensor:
-    """`block_diagonal_attention` without checks. dropout: of `_parse_dropout`."""
-    p, seed = dropout
+def _block_attention(q: Tensor, k: Tensor, v: Tensor, parsed: _Parsed) -> Tensor:
+    offsets, rotary, seed, has_tail, block_size, scale, implementation, p = parsed
     if _has_kernels(q, k, block_size, implementation):
         from jagged_kernels.block_attention.op import triton_block_attention
 
         q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
-        tables, rotation = kernel_arguments(rotary, q.device)
-        flags = [*rotation, is_batch_invariant(), has_tail]
-        options = block_size, scale, implementation, p
-        return triton_block_attention(q, k, v, offsets, tables + seed, flags, *options)
+        return triton_block_attention(q, k, v, *_kernel_arguments(parsed, q.device))
 
     dtype = q.dtype
     if rotary is not None:
@@ -126,15 +106,6 @@ def _block_attention(
         dropout_seed=seed[0] if seed else None,
     )  # fmt: skip
     return out.to(dtype)
-
-
-def _parse_dropout(p: float, seed: Tensor | None, q: Tensor) -> tuple[float, list[Tensor]]:
-    """The probability, and the seed unless nothing is dropped."""
-    check_dropout("dropout_p", p)
-    if seed is not None:
-        check_seed(seed, q.device)
-    p, seed = parse_dropout(p, seed, q)
-    return p, [] if seed is None else [seed]
 
 
 def block_diagonal_attention_packed(
@@ -166,33 +137,19 @@ def block_diagonal_attention_packed(
         raise ValueError(f"qkv must have shape [L, 3, H, D], got {list(qkv.shape)}")
     qkv = autocast(qkv)
     q, k, v = qkv.unbind(1)
+    options = implementation, dropout_p, dropout_seed
     if _has_kernels(q, k, block_size, implementation):
         from jagged_kernels.block_attention.op import triton_block_attention_packed
 
-        return triton_block_attention_packed(
-            *packed_arguments(
-                qkv,
-                offsets,
-                block_size=block_size,
-                rotary=rotary,
-                implementation=implementation,
-                dropout_p=dropout_p,
-                dropout_seed=dropout_seed,
-            )  # fmt: skip
-        )
-    offsets, has_tail = _check_block_attention(
-        q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation
-    )
-    dropout, scale = _parse_dropout(dropout_p, dropout_seed, q), q.shape[2] ** -0.5
-    return _block_attention(
-        q, k, v, offsets, block_size, scale, rotary, implementation, has_tail, dropout
-    )
+        arguments = packed_arguments(qkv, offsets, block_size, rotary, *options)
+        return triton_block_attention_packed(*arguments)
+    parsed = _parsed(q, k, v, "qkv", offsets, block_size, None, rotary, *options)
+    return _block_attention(q, k, v, parsed)
 
 
 def packed_arguments(
     qkv: Tensor,
     offsets: Tensor,
-    *,
     block_size: int,
     rotary: Rotary | None,
     implementation: str = "auto",
@@ -201,14 +158,9 @@ def packed_arguments(
 ) -> tuple[Any, ...]:
     """The checked arguments of the packed operators, which kernels compute."""
     q, k, v = qkv.unbind(1)
-    offsets, has_tail = _check_block_attention(
-        q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation
-    )
-    p, seed = _parse_dropout(dropout_p, dropout_seed, q)
-    options = block_size, q.shape[2] ** -0.5, implementation, p
-    tables, rotation = kernel_arguments(rotary, qkv.device)
-    flags = [*rotation, is_batch_invariant(), has_tail]
-    return contiguous_last_dim(qkv), offsets, tables + seed, flags, *options
+    options = implementation, dropout_p, dropout_seed
+    parsed = _parsed(q, k, v, "qkv", offsets, block_size, None, rotary, *options)
+    return contiguous_last_dim(qkv), *_kernel_arguments(parsed, qkv.device)
 
 
 def _has_kernels(q: Tensor, k: Tensor, block_size: int, implementation: str) -> bool:
@@ -237,7 +189,21 @@ def runs_kernels(
     return fits_shared_memory(head_dim, dtype.itemsize, capability(device), block_size, group)
 
 
-def _check_block_attention(
+class _Parsed(NamedTuple):
+    """The arguments of block attention, checked. seed: of dropout; empty if nothing is dropped.
+    has_tail: of `offsets_and_tail`."""
+
+    offsets: Tensor
+    rotary: Rotary | None
+    seed: list[Tensor]
+    has_tail: bool
+    block_size: int
+    scale: float
+    implementation: str
+    dropout_p: float
+
+
+def _parsed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -246,16 +212,16 @@ def _check_block_attention(
     block_size: int,
     scale: float | None,
     rotary: Rotary | None,
-    schedule: None,
     implementation: str,
-) -> tuple[Tensor, bool]:
-    """Check everything but the types, dtypes and ranks of the tensors. Errors call q `name`.
-    Returns `offsets_and_tail`."""
-    checked = offsets_and_tail(offsets, q, possessive(name))
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+) -> _Parsed:
+    """After checks of everything but the types, dtypes and ranks of q, k and v. Errors call q
+    `name`."""
+    checked, has_tail = offsets_and_tail(offsets, q, possessive(name))
     check_operands(q, k, v, name)
     check_scalars("softmax", scale, 1)
     check_implementation(implementation, ATTENTION_IMPLEMENTATIONS, q.device)
-    check_schedule_of(q, schedule)
     if implementation != "reference":
         refuse_transforms("block_diagonal_attention does")
     if v.shape != k.shape or k.shape[0] != q.shape[0]:
@@ -267,4 +233,17 @@ def _check_block_attention(
     if block_size not in BLOCKS:
         raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size}")
     check_rotary(rotary, q, offsets)
-    return checked
+    check_dropout("dropout_p", dropout_p)
+    if dropout_seed is not None:
+        check_seed(dropout_seed, q.device)
+    p, seed = parse_dropout(dropout_p, dropout_seed, q)
+    seeds = [] if seed is None else [seed]
+    factor = q.shape[2] ** -0.5 if scale is None else float(scale)
+    return _Parsed(checked, rotary, seeds, has_tail, block_size, factor, implementation, p)
+
+
+def _kernel_arguments(parsed: _Parsed, device: torch.device) -> tuple[Any, ...]:
+    """The arguments of the operators from the offsets on."""
+    offsets, rotary, seed, has_tail, *options = parsed
+    tables, rotation = kernel_arguments(rotary, device)
+    return offsets, tables + seed, [*rotation, is_batch_invariant(), has_tail], *options
