@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from jagged_kernels.attention.pages import Pages
 from jagged_kernels.attention.params import Arguments, AttentionCall, PackedGradients
-from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.common.device import zeroed_behind
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
@@ -274,28 +273,11 @@ def _with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
     """The call with a schedule; without one, the device makes it. trains: for a backward too."""
     if call.schedule:
         return call
-    q, k, v, segments, p, _ = call
-    problem = AttentionProblem(
-        q.shape[2],
-        v.shape[2],
-        q.dtype,
-        implementation=p.implementation,
-        activation=p.activation,
-        masked=p.mask is not None,
-        biased=p.has_bias,
-        timed=p.time_bias is not None,
-        scaled=segments.in_8_bits,
-        dropout=p.dropout_seed is not None,
-        batch_invariant=p.batch_invariant,
-        q_rows=segments.num_output_rows(q),
-        kv_rows=segments.num_keys(k),
-        num_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
-    )
+    q, k, _, segments, p, _ = call
     # In a graph of torch.compile, sizes are not known: the backward chooses its own tiles.
     needs_backward = trains and not (segments.kv_shared or torch.compiler.is_compiling())
     schedule = device_schedule(
-        problem,
+        call.problem(q_rows=segments.num_output_rows(q), kv_rows=segments.num_keys(k)),
         segments.q_offsets,
         segments.kv_offsets,
         mask=None if p.mask is None else list(p.mask),

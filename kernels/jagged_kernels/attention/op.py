@@ -62,7 +62,7 @@ from .params import (
     unpack,
 )
 from .segments import TiledSegments
-from .select import AttentionProblem, Selection, select
+from .select import Selection, select
 from .split_queries import SplitQueries
 from .triton_launch import triton_dkdv, triton_dq, triton_forward
 
@@ -233,29 +233,18 @@ def _empty_outputs(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def _select(call: AttentionCall, tile_rows: int | None, key_tile_rows: int | None) -> Selection:
     """tile_rows, key_tile_rows: of the schedule's tiles."""
     q, k, v, segments, params, _ = call
-    q_rows, num_heads, head_dim = q.shape
     q_offsets, kv_offsets, q_shared, kv_shared, _, pages = segments
     # Hopper's kernels take 16 bits alone
-    scaled = segments.in_8_bits
-    judges_alignment = params.implementation != "triton" and q.element_size() == 2 and not scaled
+    in_16_bits = q.element_size() == 2 and not segments.in_8_bits
+    judges_alignment = params.implementation != "triton" and in_16_bits
     single_rows = params.batch_invariant and params.implementation == "auto"
     capability, num_sms = device_properties(q.device)
     # a trace of the launches (precompile/traced.py) serves every batch
     known = not torch.compiler.is_compiling()
-    problem = AttentionProblem(
-        head_dim=head_dim,
-        v_dim=v.shape[2],
-        dtype=q.dtype,
+    problem = call.problem(
         capability=capability if q.is_cuda else None,
-        implementation=params.implementation,
-        activation=params.activation,
-        masked=params.mask is not None,
-        biased=params.has_bias,
-        timed=params.time_bias is not None,
         causal=params.mask is not None and params.mask.is_causal,
-        dropout=params.dropout_seed is not None,
-        batch_invariant=params.batch_invariant,
-        q_rows=q_rows if known else None,
+        q_rows=q.shape[0] if known else None,
         q_segments=q_offsets.shape[0] - 1 if known else None,
         kv_rows=segments.num_keys(k) if known else None,
         kv_segments=kv_offsets.shape[0] - 1 if known else None,
@@ -263,11 +252,8 @@ def _select(call: AttentionCall, tile_rows: int | None, key_tile_rows: int | Non
         kv_shared=kv_shared,
         self_attention=known and segments.is_self_attention,
         paged=pages is not None,
-        scaled=scaled,
         misaligned=_misaligned(q, k, v, single_rows) if judges_alignment else (),
         schedule=(tile_rows, key_tile_rows),
-        num_heads=num_heads,
-        num_kv_heads=k.shape[1],
         num_sms=num_sms,
     )
     return _selection(problem)

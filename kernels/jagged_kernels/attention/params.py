@@ -12,6 +12,7 @@ from ..common.configs import padded_dim
 from ..schedule.cost import MaskParams
 from ..schedule.host import NOT_LISTED, TileList, num_query_groups
 from .pages import Pages
+from .select import AttentionProblem
 
 if TYPE_CHECKING:
     from ..schedule.host import TileSchedule
@@ -170,6 +171,26 @@ class AttentionCall(NamedTuple):
     segments: Segments
     params: AttentionParams
     schedule: TileSchedule | None = None
+
+    def problem(self, **others: Any) -> AttentionProblem:
+        """What the choice of kernels depends on: what the call says, and others."""
+        q, k, v, segments, params, _ = self
+        return AttentionProblem(
+            head_dim=q.shape[2],
+            v_dim=v.shape[2],
+            dtype=q.dtype,
+            implementation=params.implementation,
+            activation=params.activation,
+            masked=params.mask is not None,
+            biased=params.has_bias,
+            timed=params.time_bias is not None,
+            dropout=params.dropout_seed is not None,
+            batch_invariant=params.batch_invariant,
+            scaled=segments.in_8_bits,
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            **others,
+        )
 
 
 # -- the arguments of the registered operators: an AttentionCall in groups -------------------------
