@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.device import cdiv
+from ..common.device import cdiv, device_properties
 from ..common.ops import direct, operator
 from ..schedule.cost import LoopedSide, MaskParams, grouping
 from ..schedule.host import TileList, mask_of_groups, num_query_groups, tile_capacity
@@ -237,10 +237,10 @@ def kernel_tiles(
     params: AttentionParams,
     key_tiles: bool = False,
     looped: LoopedSide | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The tiles for a kernel and their number: the schedule's if its tile size is that of the
-    launch configuration, else a new list. total_rows, num_heads: of the tiled side. key_tiles: the
-    tiled side is the keys. looped: of Hopper's kernels."""
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """The tiles for a kernel, their number, and `grid_of` them. The tiles are the schedule's if its
+    tile size is that of the launch configuration, else a new list. total_rows, num_heads: of the
+    tiled side. key_tiles: the tiled side is the keys. looped: of Hopper's kernels."""
     tiles, num_tiles, block = segments.tiles
     if tiles is None or num_tiles is None or block != config.tile:
         if looped is None or params.batch_invariant:
@@ -254,7 +254,15 @@ def kernel_tiles(
         [(tiles, num_tiles)] = list_tiles(
             offsets, *sides, lists, params.mask, params.num_targets, looped.head_dim
         )
-    return tiles, num_tiles[1:] if segments.long_only else num_tiles
+    num_tiles = num_tiles[1:] if segments.long_only else num_tiles
+    return tiles, num_tiles, grid_of(tiles, config)
+
+
+def grid_of(tiles: Tensor, config) -> tuple[int, ...]:
+    """As many programs as run on the GPU at a time, at most one for each tile; `()`, no launch,
+    without tiles."""
+    programs = min(device_properties(tiles.device).num_sms * config.ctas_per_sm, tiles.shape[0])
+    return (programs,) if programs else ()
 
 
 class ShortQueries(NamedTuple):

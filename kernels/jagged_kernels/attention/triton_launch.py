@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..common.activations import activation_factors, activation_function
 from ..common.configs import LaunchConfig, padded_dim
 from ..common.descriptors import head_descriptor
-from ..common.device import device_properties, has_descriptor, precision, row_and_head_strides
+from ..common.device import has_descriptor, precision, row_and_head_strides
 from .bias import Bias
 from .bias_tables import TableGradients, kernel_bias
 from .params import (
@@ -38,8 +38,8 @@ def triton_forward(
     q, k, v, out, lse = operands
     config, pages = selection.fwd, segments.pages
     scales = pages and pages.scales
-    tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params)
-    if grid := _grid(config, tiles):
+    tiles, num_tiles, grid = kernel_tiles(segments, config, out.shape[0], q.shape[1], params)
+    if grid:
         align, strides = row_and_head_strides(q, k, v, out)
         blocks, tma = ((k, config.block), (v, config.block)), selection.tma and scales is None
         call = _call(segments, tiles, q, params)
@@ -67,8 +67,7 @@ def triton_dq(
     q, k, v, out, lse = operands
     do, dq, _, _, delta = grads
     config = selection.dq
-    tiles, num_tiles = kernel_tiles(queries, config, do.shape[0], q.shape[1], params)
-    grid = _grid(config, tiles)
+    tiles, num_tiles, grid = kernel_tiles(queries, config, do.shape[0], q.shape[1], params)
     sums = None
     if params.table_gradients:
         parts, block = grid[0] if grid else 0, config.tile * config.block
@@ -104,8 +103,9 @@ def triton_dkdv(
     q, k, v, _, lse = operands
     do, _, dk, dv, delta = grads
     config = selection.dkdv
-    tiles, num_tiles = kernel_tiles(keys, config, dk.shape[0], k.shape[1], params, key_tiles=True)
-    if grid := _grid(config, tiles):
+    rows, heads, _ = dk.shape
+    tiles, num_tiles, grid = kernel_tiles(keys, config, rows, heads, params, key_tiles=True)
+    if grid:
         align, strides = row_and_head_strides(q, k, v, do, dk, dv)
         of_keys = dict(q_shared=keys.q_shared, kv_shared=kv_shared, query_groups=keys.query_groups)
         attention_bwd_dkdv_kernel[grid](
@@ -126,12 +126,6 @@ def _call(segments: TiledSegments, tiles: Tensor, q: Tensor, params: AttentionPa
         segments.q_offsets, segments.kv_offsets, tiles, params.num_targets, params.segment_scale,
         params.scale, *factors, params.output_scale, params.dropout_seed, params.dropout_threshold,
     )  # fmt: skip
-
-
-def _grid(config: LaunchConfig, tiles: Tensor) -> tuple[int, ...]:
-    """As many programs as run on the GPU at a time; `()`, no launch, without tiles."""
-    workers = min(device_properties(tiles.device).num_sms * config.ctas_per_sm, tiles.shape[0])
-    return (workers,) if workers else ()
 
 
 def _constants(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...common.activations import activation_factors, activation_function
-from ...common.device import device_properties, has_descriptor
+from ...common.device import has_descriptor
 from ...common.pipeline import WARPGROUP_ROWS, TensorDescriptor, head_descriptor
 from ...schedule.cost import LoopedSide
 from ..bias_tables import TableGradients, kernel_bias
@@ -18,7 +18,7 @@ from ..configs import HopperConfig
 from ..params import AttentionParams, Gradients, Operands, empty_table_gradients
 from ..segments import TiledSegments
 from ..select import Selection
-from ..tile_lists import kernel_tiles, list_short_queries
+from ..tile_lists import grid_of, kernel_tiles, list_short_queries
 from .args import Arguments, Options
 from .bias_sums import BLOCK_OF_SCRATCH, THREADS
 from .delta import write_delta
@@ -100,12 +100,6 @@ def _factors(params: AttentionParams, dtype: torch.dtype) -> tuple[float, float]
     return tuple(x / (1 - params.dropout_p) for x in factors)
 
 
-def _grid(tiles: Tensor, config: HopperConfig) -> tuple[int, ...]:
-    """As many thread blocks as run at a time, at most one per tile; `()` without tiles."""
-    blocks = min(device_properties(tiles.device).num_sms * config.ctas_per_sm, tiles.shape[0])
-    return (blocks,) if blocks else ()
-
-
 def _result_descriptor(x: Tensor) -> TensorDescriptor | None:
     """TMA descriptor for stores of 64 rows; None for fp32 sums, stored from registers."""
     return None if x.dtype == torch.float32 else head_descriptor(x, WARPGROUP_ROWS.value)
@@ -124,8 +118,8 @@ def forward(
     rows, heads, _ = out.shape
     # of mma_abt: up to 128, a kernel does not depend on it
     head_dim = -(-q.shape[2] // 64) * 64 if q.shape[2] > 128 else None
-    tiles, num_tiles = kernel_tiles(segments, config, rows, heads, params, looped=looped)
-    if blocks := _grid(tiles, config):
+    tiles, num_tiles, blocks = kernel_tiles(segments, config, rows, heads, params, looped=looped)
+    if blocks:
         dynamic = config.dynamic_tiles and pages is None
         next_tile = out.new_zeros(1, dtype=torch.int32) if dynamic else None
         table, page_rows = (None, None) if pages is None else (pages.table, pages.page_rows)
@@ -181,7 +175,9 @@ class _Backward:
             return self.query_descs
         return head_descriptor(self.operands.q, block), head_descriptor(self.grads.do, block)
 
-    def _key_tiles(self, keys: TiledSegments, config: HopperConfig) -> tuple[Tensor, Tensor]:
+    def _key_tiles(
+        self, keys: TiledSegments, config: HopperConfig
+    ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         rows, heads, _ = self.grads.dk.shape
         looped = LoopedSide(*self.operands.q.shape)
         return kernel_tiles(keys, config, rows, heads, self.params, key_tiles=True, looped=looped)
@@ -204,8 +200,7 @@ class _Backward:
         params, q, config = self.params, self.operands.q, self.selection.dq
         rows, heads, dim = self.grads.dq.shape
         looped = LoopedSide(*self.operands.k.shape[:2], dim)
-        tiles, num_tiles = kernel_tiles(queries, config, rows, heads, params, looped=looped)
-        blocks = _grid(tiles, config)
+        tiles, num_tiles, blocks = kernel_tiles(queries, config, rows, heads, params, looped=looped)
         sums = None
         if params.table_gradients:
             consumers = blocks[0] * config.consumers if blocks else 0
@@ -224,8 +219,8 @@ class _Backward:
     def dkdv(self, keys: TiledSegments) -> None:
         """dk and dv."""
         config = self.selection.dkdv
-        tiles, num_tiles = self._key_tiles(keys, config)
-        if blocks := _grid(tiles, config):
+        tiles, num_tiles, blocks = self._key_tiles(keys, config)
+        if blocks:
             wide = config.warps == 8
             kernel = (
                 attention_bwd_wide_dkdv_hopper_kernel if wide else attention_bwd_dkdv_hopper_kernel
@@ -243,8 +238,8 @@ class _Backward:
         if params.activation == "softmax":
             write_delta(grads.do, self.operands.out, grads.delta)
         sums = DqSums.empty(self.operands.q, keys.q_offsets.shape[0] - 1, config.block)
-        tiles, num_tiles = self._key_tiles(keys, config)
-        if blocks := _grid(tiles, config):
+        tiles, num_tiles, blocks = self._key_tiles(keys, config)
+        if blocks:
             attention_bwd_hopper_kernel[blocks](
                 *self._rows(config.block), *self.key_descs, self.dk_desc, self.dv_desc,
                 sums.descriptor(), num_tiles, sums.num_blocks,
@@ -258,7 +253,7 @@ class _Backward:
         """dq, dk, dv of the segments that `segments`, with listed tiles, leaves out as short."""
         config = self.selection.short_queries
         tiles, num_tiles, _ = segments.tiles
-        if blocks := _grid(tiles, config):
+        if blocks := grid_of(tiles, config):
             attention_bwd_short_queries_hopper_kernel[blocks](
                 *self.query_descs, *self.key_descs, self.dq_desc, self.dk_desc, self.dv_desc,
                 num_tiles, self._arguments(segments, tiles, next_tile=next_tile),
