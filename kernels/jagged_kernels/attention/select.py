@@ -158,9 +158,11 @@ def select(problem: AttentionProblem) -> Selection:
     p = problem
     selection = _select_unpacked(p)
     forward, backward = packed_tiles_are_faster(p, selection.backend)
-    return (
-        _with_packed_tiles(selection, max(p.head_dim, p.v_dim), forward) if backward else selection
-    )
+    if not backward:
+        return selection
+    dim = max(p.head_dim, p.v_dim)
+    fwd = packed_config("fwd", dim) if forward else None
+    return _changed(selection, packed_fwd=fwd, packed_bwd=packed_config("bwd", dim))
 
 
 def _select_unpacked(p: AttentionProblem) -> Selection:
@@ -180,18 +182,21 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
             options = p.head_dim, p.biased, p.timed, _is_below(q_seqlen, FEW_ROWS)
             selection = _with_small_tiles(selection, queries, keys, *options)
         elif dynamic_tiles_are_faster(p, kv_seqlen):
-            selection = _with_dynamic_tiles(selection)
+            selection = _changed(selection, fwd=_changed(selection.fwd, dynamic_tiles=True))
         if one_pass_is_faster(p):
-            selection = dataclasses.replace(
-                selection,
-                one_pass=hopper_attention_config("one_pass", p.head_dim, p.activation, p.masked),
-            )
+            options = p.head_dim, p.activation, p.masked
+            one_pass = hopper_attention_config("one_pass", *options)
+            selection = _changed(selection, one_pass=one_pass)
         elif consumers := short_query_consumers(p, q_seqlen, kv_seqlen):
             selection = _with_short_queries(selection, p.head_dim, consumers)
         if p.kv_shared and p.kv_rows <= WHOLE_BLOCKS.get(padded_dim(p.head_dim), 0):
-            selection = _with_whole_blocks(selection, p.kv_rows)
+            fwd, dq = [
+                _changed(x, whole_blocks=p.kv_rows % x.block == 0)
+                for x in (selection.fwd, selection.dq)
+            ]
+            selection = _changed(selection, fwd=fwd, dq=dq)
         chunks = query_chunks(p, selection.dkdv.tile, q_seqlen)
-        return dataclasses.replace(selection, query_chunks=chunks) if chunks > 1 else selection
+        return _changed(selection, query_chunks=chunks) if chunks > 1 else selection
 
     tile = _triton_tile(p, q_seqlen)
     chunks = query_chunks(p, tile.key, q_seqlen)
@@ -204,8 +209,8 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
         max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability, tile, long_keys, long_queries
     )
     if p.biased:
-        selection = dataclasses.replace(selection, dq=biased_dq_config(selection.dq))
-    return dataclasses.replace(selection, query_chunks=chunks) if chunks > 1 else selection
+        selection = _changed(selection, dq=biased_dq_config(selection.dq))
+    return _changed(selection, query_chunks=chunks) if chunks > 1 else selection
 
 
 # -- rules -----------------------------------------------------------------------------------------
@@ -436,19 +441,14 @@ def _cached(function: Callable) -> Callable:
     cached = functools.cache(function)
 
     @functools.wraps(function)
-    def call(*args):
-        return function(*args) if torch.compiler.is_compiling() else cached(*args)
+    def call(*args, **fields):
+        run = function if torch.compiler.is_compiling() else cached
+        return run(*args, **fields)
 
     return call
 
 
-@_cached
-def _with_packed_tiles(selection: Selection, dim: int, forward: bool) -> Selection:
-    return dataclasses.replace(
-        selection,
-        packed_fwd=packed_config("fwd", dim) if forward else None,
-        packed_bwd=packed_config("bwd", dim),
-    )
+_changed = _cached(dataclasses.replace)  # of a Selection or a configuration
 
 
 @_cached
@@ -459,23 +459,6 @@ def _with_small_tiles(
     kernels = ("fwd", "dq") * queries + ("dkdv",) * keys
     configs = {kernel: small_hopper_config(kernel, *options) for kernel in kernels}
     return dataclasses.replace(selection, **configs)
-
-
-@_cached
-def _with_dynamic_tiles(selection: Selection) -> Selection:
-    return dataclasses.replace(
-        selection, fwd=dataclasses.replace(selection.fwd, dynamic_tiles=True)
-    )
-
-
-@_cached
-def _with_whole_blocks(selection: Selection, shared_keys: int) -> Selection:
-    """shared_keys: of each segment."""
-    fwd, dq = (
-        dataclasses.replace(x, whole_blocks=shared_keys % x.block == 0)
-        for x in (selection.fwd, selection.dq)
-    )
-    return dataclasses.replace(selection, fwd=fwd, dq=dq)
 
 
 @_cached
