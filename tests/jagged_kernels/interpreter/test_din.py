@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from din_problem import ACTIVATIONS, problem
+from din_problem import ACTIVATIONS, MASKS, problem
 from marks import slow_after
 from torch import library
 
@@ -17,6 +17,21 @@ SEGMENTS = dict(candidates=[0, 3, 1, 3, 0] + [4] * 17, lengths=[1, 40, 3, 33, 5,
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_forward_and_gradients(check_din, activation, normalize):
     check_din(activation, FP32, "cpu", normalize=normalize, width=10, **SEGMENTS)
+
+
+@pytest.mark.parametrize("normalize", [None, "softmax"])
+@slow_after(1, "activation", ["dice", "silu", "prelu"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(check_din, mask, activation, normalize):
+    """Blocks that no row sees, that some see, and rows that see nothing."""
+    options = dict(candidates=[0, 3, 1, 3, 0, 1] + [4] * 17, lengths=[1, 40, 3, 71, 5, 0])
+    check_din(activation, FP32, "cpu", normalize=normalize, mask=mask, **options)
+
+
+@slow_after(1, "mask", ["hstu", "truncated"])
+def test_masks_in_half_precision(check_din, mask):
+    options = dict(width=16, v_width=None, hidden=(40,), n_q=3, normalize="softmax", mask=mask)
+    check_din("sigmoid", FP16, "cpu", **options, **SEGMENTS)
 
 
 @slow_after(2, "activation", ["sigmoid", "prelu", "dice", "relu"])
