@@ -13,7 +13,7 @@ from jagged_kernels.din.configs import din_config, hopper_config, pieces
 from jagged_kernels.din.mlp import Operands, Options, Users, has_table
 
 from ..sass import disassembled, spilled_bytes
-from .ahead_of_time import compile_for, gluon_descriptor
+from .ahead_of_time import MASKS, compile_for, gluon_descriptor
 
 KERNELS = dict(
     fwd=triton_forward.din_fwd_kernel,
@@ -34,6 +34,7 @@ RESULTS = dict(
 # Bytes of a thread's registers in memory. Those of dmlp and dq are read between rows of q only.
 SPILLED = dict(fwd=0, moments=0, dmlp=120, dq=64, dkdv=160)
 SPILLED_BY_DICE = dict(fwd=0, moments=0, dmlp=320, dq=496, dkdv=104)
+SPILLED_UNDER_A_MASK = dict(fwd=0, moments=0, dmlp=680, dq=800, dkdv=104)  # by Dice
 by_name = pytest.mark.parametrize("name", [x for x in KERNELS if x != "hopper"])
 
 
@@ -130,6 +131,18 @@ def test_large_fp32_sizes_fit_a_thread_block(name):
     only = 0 if name == "moments" else -1
     compiled = compile_din(90, name, "fp32", hidden=(80, 40), width=128, only=only)
     assert compiled.metadata.shared <= 227 * 1024
+
+
+@slow_after(1, "case", [(90, "hstu"), (90, "semi-local"), (80, "window"), (100, "hstu")], ids=str)
+@by_name
+def test_masks_compile(name, case):
+    """Rows of k that are seen are loaded 16 bytes at a time."""
+    (capability, mask), only = case, 0 if name == "moments" else -1
+    options = dict(softmax=True, only=only, mask=MASKS[mask])
+    compiled = compile_din(capability, name, "bf16", "dice", **options)
+    assert "cp.async.cg" in compiled.asm["ptx"] or "ld.global.v4" in compiled.asm["ptx"]
+    if capability == 90:
+        assert spilled_bytes(compiled.asm["cubin"]) <= SPILLED_UNDER_A_MASK[name]
 
 
 def test_passes_for_the_sums_of_one_layer_compile():
