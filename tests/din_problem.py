@@ -24,7 +24,7 @@ MASKS = {  # fields of AttentionMask; num_targets: of the users, the last one's 
     ),
     "truncated": dict(window=(40, 3), recent_history=30, global_prefix=2),
     "band": dict(max_attn_len=3, contextual_seqlen=1),
-    "nothing": dict(causal=True, window=(0, 0), num_targets=(0,), recent_history=1),
+    "own": dict(causal=True, window=(0, 0), num_targets=(0,), recent_history=1),
 }  # fmt: skip
 KINKED = ("relu", "prelu")  # their derivatives jump
 # Where z is within a few standard deviations of the kink, its error may put it on either side. One

@@ -261,9 +261,7 @@ def test_errors_of_the_call():
         layer(torch.randn(5, 1, E + 1), history, CANDIDATES)
     with pytest.raises(ValueError, match="history's values must have shape"):
         layer(torch.randn(5, 1, E), (torch.randn(ROWS, E + 1), OFFSETS), CANDIDATES)
-    masked = jm.JaggedDINAttention(
-        E, (6,), mask=jm.AttentionMask(num_targets=torch.tensor([1, 0]))
-    )
+    masked = jm.JaggedDINAttention(E, (6,), mask=jm.AttentionMask(num_targets=torch.tensor([1, 0])))
     with pytest.raises(ValueError, match=r"mask.num_targets must have shape \[B\] = \[3\]"):
         masked(torch.randn(5, 1, E), history, CANDIDATES)
     with pytest.raises(ValueError, match="cache's values must have shape"):

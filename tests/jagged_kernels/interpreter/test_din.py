@@ -26,7 +26,7 @@ def test_forward_and_gradients(check_din, activation, normalize):
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(check_din, mask, activation, normalize):
     """Blocks that no row sees, that some see, and rows that see nothing."""
-    options = dict(candidates=[0, 3, 1, 3, 3], lengths=[1, 3, 0, 35, 0], hidden=(5, 3), width=4)
+    options = dict(candidates=[0, 3, 0, 3, 3], lengths=[1, 3, 0, 35, 0], hidden=(5, 3), width=4)
     check_din(activation, FP32, "cpu", normalize=normalize, mask=mask, **options)
 
 
