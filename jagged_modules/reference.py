@@ -127,14 +127,19 @@ def din_attention_reference(
     normalize: str | None,
     features: Sequence[str],
     units: UnitParameters | None,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Σ_i p_i v_i with the MLP's scores; see `functional.din_attention`. A row per pair of a row of
-    q `[R, E]` and an event of its segment. Running statistics are not updated."""
-    pairs = [
-        torch.cartesian_prod(*(torch.arange(x.start, x.stop, device=q.device) for x in rows))
-        for rows in zip(segments(q_offsets), segments(kv_offsets))
-    ]
-    i, j = torch.cat(pairs).view(-1, 2).unbind(1)
+    q `[R, E]` and an event of its segment that it sees. Running statistics are not updated."""
+    mask = mask or AttentionMask()
+    sides = segments(q_offsets), segments(kv_offsets)
+    targets = [0] * len(sides[0]) if mask.num_targets is None else to_ints(mask.num_targets)
+    pairs: list[Tensor] = []
+    for rows, events, t in zip(*sides, targets):
+        sizes = rows.stop - rows.start, events.stop - events.start
+        first = torch.tensor([rows.start, events.start], device=q.device)
+        pairs.append(mask.keep(*sizes, t, q.device).nonzero() + first)
+    i, j = torch.cat(pairs).unbind(1)
     h = pair_features(q[i], k[j], features)
     for layer, (weight, bias) in enumerate(zip(weights[:-1], biases)):
         z = linear(h, weight, bias)

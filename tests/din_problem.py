@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from jagged_modules import functional, reference
+from jagged_modules import AttentionMask, functional, reference
 from jagged_modules.reference import din_attention_reference
 from jagged_modules.unit_activations import FEATURES, UnitParameters
 
 ACTIVATIONS = ("sigmoid", "relu", "prelu", "dice", "dice-eval", "silu", "identity")
+MASKS = {  # fields of AttentionMask; num_targets: of the users, the last one's over and over
+    "causal": dict(causal=True, window=(20, None)),
+    "hstu": dict(
+        causal=True, num_targets=(1, 0, 2), contextual_seqlen=2, max_attn_len=24,
+        min_full_attn_seqlen=1,
+    ),
+    "truncated": dict(window=(40, 3), recent_history=30, global_prefix=2),
+    "band": dict(max_attn_len=3, contextual_seqlen=1),
+    "own": dict(causal=True, window=(0, 0), num_targets=(0,), recent_history=1),
+}  # fmt: skip
 KINKED = ("relu", "prelu")  # their derivatives jump
 # Where z is within a few standard deviations of the kink, its error may put it on either side. One
 # side in a thousand, 3 deviations away, would be missing in most sets of samples; from an error 4
@@ -66,10 +76,10 @@ class Problem:
         q_offsets = torch.searchsorted(self.candidates[order].contiguous(), users)
         rows = q[order].reshape(-1, q.shape[-1])
         n_q = q.shape[1] if q.dim() == 3 else 1
-        o = dict(normalize=None, features=tuple(FEATURES)) | self.options
+        o = dict(normalize=None, features=tuple(FEATURES), mask=None) | self.options
         out = din_attention_reference(
             rows, k, v, q_offsets * n_q, self.kv_offsets, weights, biases,
-            o["activation"], o["normalize"], o["features"], units,
+            o["activation"], o["normalize"], o["features"], units, o["mask"],
         )  # fmt: skip
         return out.view(*q.shape[:-1], v.shape[1])[order.argsort()]
 
@@ -103,10 +113,11 @@ def problem(
     v_width: int | None = 5,
     hidden: tuple[int, ...] = (7, 4),
     n_q: int = 0,
+    mask: str | None = None,
     **options,
 ) -> Problem:
     """candidates: the user of each. lengths: of the histories. v_width None: v is k. n_q: query
-    rows of a candidate; 0: q has two dimensions."""
+    rows of a candidate; 0: q has two dimensions. mask: of MASKS."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape, scale=1.0):
@@ -132,6 +143,12 @@ def problem(
         statistics = dict(running_means=means, running_vars=[x.exp() for x in means])
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(device)
     index = torch.tensor(list(candidates), dtype=torch.long).to(device)
+    if mask is not None:
+        fields = dict(MASKS[mask])
+        if targets := fields.pop("num_targets", None):
+            given = [min(n, targets[min(b, len(targets) - 1)]) for b, n in enumerate(lengths)]
+            fields["num_targets"] = torch.tensor(given, dtype=torch.int32).to(device)
+        options["mask"] = AttentionMask(**fields)
     return Problem(
         tensors, index, offsets, dict(activation=name, **options), len(hidden), statistics
     )

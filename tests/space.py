@@ -505,11 +505,12 @@ OPERATORS = {
             v_width=mostly(None, Range(1, 8), Range(9, 64), Range(65, 256)),  # None: v is k
             hidden=((8,), (1,), (7, 4), (33, 16), (100,), (80, 40)),
             rows=(0, 1, 3),  # of q for each candidate; 0: q has two dimensions
+            mask=mostly(None, *MASKS),
             index=("counts", "map", "offsets", "shuffled map"),
         ),
         # equal rows have equal roundings, which the model takes for independent
         data_axes=DATA | dict(values=mostly("normal", "large", "zeros")),
-        indices=dict(candidates=INDICES, kv_offsets=INDICES),
+        indices=dict(candidates=INDICES, kv_offsets=INDICES, num_targets=INDICES),
         behind=True,
         num_lists=lambda o: 2,
         work=_din_work,

@@ -95,6 +95,15 @@ struct Mask {
                global_prefix, recent_history, grouped, num_fields };
   std::array<Int, num_fields> fields{};
 
+  static std::optional<Mask> of(const std::optional<std::vector<Int>>& params) {
+    if (!params.has_value()) return std::nullopt;
+    STD_TORCH_CHECK(params->size() <= num_fields,
+                    "mask has fields of a newer jagged_modules: compile this library with it");
+    Mask found;
+    std::copy(params->begin(), params->end(), found.fields.begin());
+    return found;
+  }
+
   Int operator[](Field field) const { return fields[field]; }
 
   Int id(Int row, Int first_target) const {

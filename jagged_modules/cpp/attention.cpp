@@ -236,13 +236,7 @@ std::tuple<Tensor, Tensor> attention_cpu(Tensor q, Tensor k, Tensor v, MaybeTens
   Tensor out = torch::stable::new_zeros(q, {rows, q.size(1), v.size(2)});
   Tensor lse = torch::stable::new_zeros(q, {is_softmax ? rows : 0, q.size(1), 1},
                                         is_double ? ScalarType::Double : ScalarType::Float);
-  std::optional<Mask> rule;
-  if (mask.has_value()) {
-    STD_TORCH_CHECK(mask->size() <= Mask::num_fields, "attention_cpu: mask has fields of a newer",
-                    " jagged_modules: compile this library with it");
-    rule.emplace();
-    std::copy(mask->begin(), mask->end(), rule->fields.begin());
-  }
+  const auto rule = Mask::of(mask);
   const auto q_offsets = offsets_of("q_offsets", segments[0], rows);
   const auto kv_offsets = offsets_of("kv_offsets", segments[1], std::min(k.size(0), v.size(0)));
   const Int of_queries = q_offsets.size() - 1, of_keys = kv_offsets.size() - 1;

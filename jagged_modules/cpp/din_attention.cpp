@@ -23,6 +23,11 @@ struct DIN {
   struct Scratch {
     std::vector<A> weight, units, next, sums;
   };
+  // The events of a row, and which of them it sees.
+  struct Events {
+    Int start, end;
+    Visible visible;
+  };
 
   Int width, values;  // of q and of v
   std::vector<A> q, k, a, b, v;
@@ -30,23 +35,24 @@ struct DIN {
   const Activation<A>* pointwise;  // nullptr: by the tables
   bool is_prelu, softmax;
 
-  // Returns the log-sum-exp. x.sums gets the result.
-  A compute(Int row, Int start, Int end, Scratch& x) const {
+  // Returns the log-sum-exp. x.sums gets the result. The row sees an event.
+  A compute(Int row, const Events& events, Scratch& x) const {
     const Layer& first = layers.front();
     A top = -std::numeric_limits<A>::infinity(), total = 0;
     x.sums.assign(values, 0);
     x.weight = first.weight;
     for (Int i = 0; i < first.out * width; ++i) x.weight[i] *= q[row * width + i % width];
-    for (; start < end; start += KEYS) {
-      const Int n = std::min<Int>(KEYS, end - start);
+    for (Int start = events.start; start < events.end; start += KEYS) {
+      const Int n = std::min<Int>(KEYS, events.end - start), first = start - events.start;
+      if (!events.visible.sees_any(first, first + n)) continue;
       scores(row, start, n, x);
       A* p = x.units.data();
-      bool hidden[KEYS] = {};
-      for (Int j = n; j < KEYS; ++j) hidden[j] = true;
+      bool hidden[KEYS];
+      for (Int j = 0; j < KEYS; ++j) hidden[j] = j >= n || !events.visible.sees(first + j);
       const A keep = softmax ? exponentials(p, hidden, top, total) : A(1);
       for (Int d = 0; d < values; ++d) x.sums[d] *= keep;
       for (Int j = 0; j < n; ++j)
-        for (Int d = 0; d < values; ++d) x.sums[d] += p[j] * v[(start + j) * values + d];
+        for (Int d = 0; d < values && !hidden[j]; ++d) x.sums[d] += p[j] * v[(start + j) * values + d];
     }
     if (!softmax) return 0;
     for (A& sum : x.sums) sum /= total;
@@ -129,7 +135,9 @@ std::tuple<Tensor, Tensor> din_attention_cpu(std::vector<Tensor> operands,
                                              std::vector<Tensor> weights,
                                              std::vector<Tensor> biases, MaybeTensors tables,
                                              Tensor q_offsets, Tensor kv_offsets,
-                                             std::string activation, bool softmax) {
+                                             std::string activation, bool softmax,
+                                             std::optional<std::vector<Int>> mask,
+                                             std::optional<Tensor> num_targets) {
   const Tensor &q = operands.at(0), &k = operands.at(1), &v = operands.at(operands.size() - 1);
   const bool is_shared = operands.size() == 4;  // v is k
   const Int rows = q.size(0), events = k.size(0), width = q.size(1);
@@ -138,6 +146,8 @@ std::tuple<Tensor, Tensor> din_attention_cpu(std::vector<Tensor> operands,
   const auto of_events = offsets_of("kv_offsets", kv_offsets, events);
   STD_TORCH_CHECK(of_rows.size() == of_events.size(), "q_offsets must be of ", of_events.size() - 1,
                   " segments, as kv_offsets, got ", of_rows.size() - 1);
+  const auto rule = Mask::of(mask);
+  const auto targets = elements<Int>("num_targets", num_targets, of_rows.size() - 1);
   std::vector<Int> segments(rows, -1);  // of rows
   Int pairs = 0, cost = 0;
   for (size_t b = 0; b + 1 < of_rows.size(); ++b) {
@@ -171,7 +181,11 @@ std::tuple<Tensor, Tensor> din_attention_cpu(std::vector<Tensor> operands,
       for_each_item<typename DIN<A>::Scratch>(rows, cost, [&](Int row, auto& x) {
         const Int b = segments[row];
         if (b < 0) return;  // stays 0
-        sums[row] = din.compute(row, of_events[b], of_events[b + 1], x);
+        const Int keys = of_events[b + 1] - of_events[b], i = row + keys - of_rows[b + 1];
+        const Visible visible = rule.has_value() ? rule->columns(i, keys, targets.empty() ? 0 : targets[b])
+                                                 : Visible{0, keys, 0, 0, 0};
+        if (!visible.sees_any(0, keys)) return;
+        sums[row] = din.compute(row, {of_events[b], of_events[b + 1], visible}, x);
         for (Int d = 0; d < values; ++d) results[row * values + d] = T(x.sums[d]);
       });
     }
@@ -182,7 +196,8 @@ std::tuple<Tensor, Tensor> din_attention_cpu(std::vector<Tensor> operands,
 const bool registered = register_operator(
     {"din_attention_cpu",
      "din_attention_cpu(Tensor[] operands, Tensor[] weights, Tensor[] biases, Tensor?[] tables,"
-     " Tensor q_offsets, Tensor kv_offsets, str activation, bool softmax) -> (Tensor, Tensor)",
+     " Tensor q_offsets, Tensor kv_offsets, str activation, bool softmax, SymInt[]? mask=None,"
+     " Tensor? num_targets=None) -> (Tensor, Tensor)",
      TORCH_BOX(&din_attention_cpu)});
 
 }  // namespace

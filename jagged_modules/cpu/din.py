@@ -2,7 +2,8 @@
 
 Pairs are computed in chunks of at most CHUNK, or of one candidate's events if those are more. The
 GEMMs of a chunk are over all of its pairs; the backward computes a chunk's hidden units again.
-Segments with equal numbers of candidates and of events are computed together.
+Segments with equal numbers of candidates and of events are computed together. Pairs that a mask
+hides are left out.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 from jagged_kernels.din.results import empty_gradients, joined_moments
+from jagged_kernels.schedule.cost import MaskParams
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from ..autocast import host_operator
+from ..masks import AttentionMask, is_visible
 from ..unit_activations import unit_activation, unit_activation_gradients
 from .buckets import Rows, compute_dtype, groups
 from .one_query import are_single, bags, chunks, segment_softmax
 
 CHUNK = 4096  # pairs: their hidden units stay in the processor's cache
+MASKED_CHUNK = 16  # chunks of pairs, of which a mask may hide most, at a time
 
 
 class Pairs(NamedTuple):
@@ -82,10 +86,12 @@ class Chunk(NamedTuple):
 
 
 class Single(NamedTuple):
-    """Adjacent segments of one candidate each; pairs are events. Methods as in Chunk."""
+    """Adjacent candidates, each with events of its own: segments of one candidate, or under a mask
+    the events that each candidate sees. Pairs are events, those of candidate i from offsets[i] on,
+    and `segment` has their candidates. Methods as in Chunk."""
 
     q_rows: slice
-    kv_rows: slice
+    kv_rows: slice | Tensor
     offsets: Tensor
     segment: Tensor
 
@@ -118,7 +124,16 @@ class Single(NamedTuple):
         return self.of_q(do).mul_(p[:, None])
 
 
-def _chunks(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[Chunk | Single]:
+def _chunks(
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    mask: list[int] | None = None,
+    num_targets: Tensor | None = None,
+) -> Iterator[Chunk | Single]:
+    if mask is not None:
+        rule = AttentionMask.from_params(MaskParams(*mask), num_targets)
+        yield from _visible_chunks(q_offsets.long(), kv_offsets.long(), rule)
+        return
     if are_single(q_offsets, kv_offsets):
         yield from (Single(*chunk) for chunk in chunks(kv_offsets, CHUNK) if chunk.num_keys)
         return
@@ -130,6 +145,24 @@ def _chunks(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[Chunk | Single]:
             for q_part, kv_part in zip(part.split(segments), kv_rows.split(segments)):
                 shape = len(q_part), q_part.shape[1], events.length
                 yield Chunk(q_part.flatten(), kv_part.flatten(), shape)
+
+
+def _visible_chunks(q_offsets: Tensor, kv_offsets: Tensor, mask: AttentionMask) -> Iterator[Single]:
+    users = torch.repeat_interleave(q_offsets.diff())  # of the rows of q, as are those below
+    events = kv_offsets.diff()[users]
+    columns = torch.arange(len(users), device="cpu") - q_offsets[users + 1] + events
+    targets = 0 if mask.num_targets is None else mask.num_targets.long()[users]
+    for rows, _, offsets, row in chunks(pad(events.cumsum(0), (1, 0)), MASKED_CHUNK * CHUNK):
+        event = torch.arange(len(row), device="cpu") - offsets[row]
+        i, n, t = (x[rows][row] if isinstance(x, Tensor) else x for x in (columns, events, targets))
+        seen = is_visible(mask, i, event, n, t).nonzero().squeeze(1)
+        row, event = row[seen], event[seen]
+        kv_rows = kv_offsets[users[rows]][row] + event
+        counts = torch.bincount(row, minlength=rows.stop - rows.start)
+        for some, pairs, of_some, of_pairs in chunks(pad(counts.cumsum(0), (1, 0)), CHUNK):
+            if pairs.stop > pairs.start:
+                q_rows = slice(rows.start + some.start, rows.start + some.stop)
+                yield Single(q_rows, kv_rows[pairs], of_some, of_pairs)
 
 
 def _rows(x: Tensor, rows: Tensor | slice) -> Tensor:
@@ -205,6 +238,8 @@ def din_attention_cpu(
     kv_offsets: Tensor,
     activation: str,
     softmax: bool,
+    mask: list[int] | None = None,
+    num_targets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sums of the events.
 
@@ -216,13 +251,15 @@ def din_attention_cpu(
         biases: of the layers but the first.
         tables: `[7, H_l]` of each hidden layer, see UnitTable; None for activations without
             parameters.
+        mask: the fields of a MaskParams; None: each row of q sees all events of its segment.
+        num_targets: `[B]` int32 or int64, if the mask has targets.
 
     Returns:
         `[R, Ev]` of q's dtype, and the scores' log-sum-exp `[R]`, 0 without softmax.
     """
     given = _Operands(operands, weights, biases, tables, activation)
     out, lse = (x.zero_() for x in _empty_results(operands))
-    for chunk in _chunks(q_offsets, kv_offsets):
+    for chunk in _chunks(q_offsets, kv_offsets, mask, num_targets):
         *_, p = given.scores(chunk)
         if softmax:
             p, lse[chunk.q_rows] = chunk.softmax(p)
@@ -232,7 +269,8 @@ def din_attention_cpu(
 
 
 def _empty_moments(operands: list[Tensor], weights: list[Tensor], *others: Any) -> Tensor:
-    shape = 3, weights[others[-1]].shape[0]
+    layer = others[5]
+    shape = 3, weights[layer].shape[0]
     return operands[0].new_empty(shape, dtype=compute_dtype(operands[0]))
 
 
@@ -246,12 +284,14 @@ def din_moments_cpu(
     kv_offsets: Tensor,
     activation: str,
     layer: int,
+    mask: list[int] | None = None,
+    num_targets: Tensor | None = None,
 ) -> Tensor:
-    """Number of pairs, mean and variance of z of a hidden layer, over all pairs: `[3, H]`. tables:
-    of the layers before; that of this one is not read."""
+    """Number of pairs, mean and variance of z of a hidden layer, over all pairs that are seen:
+    `[3, H]`. tables: of the layers before; that of this one is not read."""
     given = _Operands(operands, weights, biases, tables, activation)
-    parts = [_empty_moments(operands, weights, layer).zero_()]
-    for chunk in _chunks(q_offsets, kv_offsets):
+    parts = [operands[0].new_zeros((3, weights[layer].shape[0]), dtype=given.dtype)]
+    for chunk in _chunks(q_offsets, kv_offsets, mask, num_targets):
         z = given.hidden(given.pairs(chunk).z, layer + 1)[0][-1]
         variance, mean = torch.var_mean(z, 0, correction=0)
         parts.append(torch.stack([torch.full_like(mean, len(z)), mean, variance * len(z)]))
@@ -261,7 +301,7 @@ def din_moments_cpu(
 @host_operator(
     "jagged_modules::din_attention_cpu_backward",
     lambda do, lse, delta, operands, weights, biases, tables, *others: empty_gradients(
-        operands, weights, biases, tables, compute_dtype(do), others[-1]
+        operands, weights, biases, tables, compute_dtype(do), others[4]
     ),
     "din_attention is not differentiable twice: its backward has no derivative of its own",
 )
@@ -278,6 +318,8 @@ def din_attention_backward_cpu(
     activation: str,
     softmax: bool,
     layer: int,
+    mask: list[int] | None = None,
+    num_targets: Tensor | None = None,
 ) -> list[Tensor]:
     """Gradients of the operands, the weights and the biases, and sums `[3, H]` of each hidden
     layer, which are the gradients of slope, bias and weight of its table. Without tables there are
@@ -290,7 +332,7 @@ def din_attention_backward_cpu(
     """
     given = _Operands(operands, weights, biases, tables, activation)
     gradients = _Gradients(given)
-    for chunk in _chunks(q_offsets, kv_offsets):
+    for chunk in _chunks(q_offsets, kv_offsets, mask, num_targets):
         gradients.add(chunk, _rows(do, chunk.q_rows).to(given.dtype), softmax, layer)
     if layer >= 0:
         return [gradients.sums[layer]]

@@ -12,9 +12,10 @@ from torch.nn.functional import linear
 from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
 from ..containers.padding import padded_to
+from ..masks import AttentionMask, check_num_targets
 from ..reference import din_attention_reference
 from ..scalars import check_choice, check_kind, is_sequence
-from ..segments import RowSegments, check_device, check_offsets, parse_segments
+from ..segments import RowSegments, check_device, check_offsets, normal_form, parse_segments
 from ..unit_activations import (
     FEATURES,
     UNIT_ACTIVATIONS,
@@ -23,6 +24,7 @@ from ..unit_activations import (
     first_layer,
 )
 from ..validation import check_dtype, check_tensor
+from .attention_arguments import check_mask
 from .din_node import DINCall, DINTensors, weighted_events
 from .operands import checked_operands, runs_kernels
 from .tail import entering
@@ -52,6 +54,7 @@ def din_attention(
     normalize: str | None = None,
     features: Sequence[str] = ("q", "k", "q-k", "q*k"),
     units: UnitParameters | None = None,
+    mask: AttentionMask | None = None,
     implementation: str = "auto",
 ) -> Tensor:
     """Sums of the events of each candidate's user, weighted by an MLP's scores of the pairs of
@@ -80,14 +83,17 @@ def din_attention(
         features: the features in the order of the first weight's columns, each of "q", "k", "q-k"
             and "q*k" at most once.
         units: slopes of PReLU, or slopes and statistics of Dice.
+        mask: which events each query row sees; all if None. As in `target_attention`, the query
+            rows of a user, in the order of q, are the last rows of the history. A hidden event has
+            no weight, and no part in Dice's statistics.
         implementation: "auto", "reference" or "triton". The kernels take one or two hidden layers
             of at most 256 units, E and Ev up to 256, and E · H1 + H1 · H2 up to 32768 (14336 in
             fp32), with sizes rounded up to sums of powers of two. Other sizes run on a GPU as
             "reference" only, which has a row for each pair.
 
     Returns:
-        `[C, Ev]` or `[C, n_q, Ev]`, in q's order. 0 for a candidate whose user has no events. There
-        are gradients of q, k, v, the weights, biases, slopes, and norm weights and biases. They are
+        `[C, Ev]` or `[C, n_q, Ev]`, in q's order. 0 for a candidate that sees no event. There are
+        gradients of q, k, v, the weights, biases, slopes, and norm weights and biases. They are
         deterministic.
 
     Raises:
@@ -124,19 +130,22 @@ def din_attention(
     mlp = checked_mlp(q, DINMlp(weights, biases, activation, normalize, features, units))  # type: ignore[arg-type]  # checked there
     check_offsets("kv_offsets", kv_offsets, k.shape[0])
     check_device("kv_offsets", kv_offsets, q.device, "q's")
+    check_mask(mask, False)
+    if mask is not None:
+        check_num_targets("mask.num_targets", mask.num_targets, kv_offsets, q.device, "q's")
     keys = parse_segments("kv_offsets", kv_offsets, k.shape[0], q.device)
     rows = q.shape[1] if many else 1
     index, queries = CandidateIndex.parse(candidates, q, kv_offsets.shape[0] - 1, rows)
     grouped = index.grouped(q).reshape(-1, q.shape[-1])
     if implementation == "reference":
-        out = din_attention_reference(grouped, k, v, queries.offsets, keys.offsets, *mlp)
+        out = din_attention_reference(grouped, k, v, queries.offsets, keys.offsets, *mlp, mask)
         out = padded_to(out, grouped.shape[0])
     else:
         kernels = runs_kernels(implementation, q)
         is_k = v is k
         k = entering(k, keys.end)
         v = k if is_k else v
-        out = attend_by_mlp(grouped, k, v, None, queries, keys, mlp, kernels)
+        out = attend_by_mlp(grouped, k, v, None, queries, keys, mlp, kernels, mask)
     return index.ungrouped(out.view(*q.shape[:-1], v.shape[1]))
 
 
@@ -154,6 +163,7 @@ def attend_by_mlp(
     keys: RowSegments,
     mlp: DINMlp,
     kernels: bool,
+    mask: AttentionMask | None,
 ) -> Tensor:
     """`din_attention` of checked operands: q `[R, E]` grouped by user, and b `event_part` of k or
     None. The kernels take its weight instead of b."""
@@ -173,10 +183,15 @@ def attend_by_mlp(
             units and units.slopes, units and units.norm_weights, units and units.norm_biases
         )),
     )  # fmt: skip
+    params, num_targets = None, None
+    if mask is not None and not mask.hides_nothing():
+        params, num_targets = list(mask.params), mask.num_targets
+    if num_targets is not None:
+        num_targets = normal_form(num_targets, q.device)
     call = DINCall(
-        queries.offsets, keys.offsets, mlp.activation, mlp.normalize == "softmax",
+        queries.offsets, keys.offsets, num_targets, mlp.activation, mlp.normalize == "softmax",
         len(mlp.weights) - 1, kernels,
-        mlp.activation == "dice" and units is not None and units.uses_batch,
+        mlp.activation == "dice" and units is not None and units.uses_batch, params,
     )  # fmt: skip
     return weighted_events(tensors, call, units)
 

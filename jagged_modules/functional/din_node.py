@@ -39,15 +39,23 @@ def operators(kernels: bool) -> DINOperators:
 
 class DINCall(NamedTuple):
     """What the node computes, besides its tensors. layers: hidden ones. uses_batch: whether Dice
-    takes the statistics of the batch, which have gradients."""
+    takes the statistics of the batch, which have gradients. mask: the fields of a MaskParams, and
+    num_targets what its targets are; None: all events are seen."""
 
     q_offsets: Tensor
     kv_offsets: Tensor
+    num_targets: Tensor | None
     activation: str
     softmax: bool
     layers: int
     kernels: bool
     uses_batch: bool
+    mask: list[int] | None
+
+    @property
+    def visible(self) -> tuple[list[int] | None, Tensor | None]:
+        """The last arguments of each operator."""
+        return self.mask, self.num_targets
 
 
 class DINTensors(NamedTuple):
@@ -91,7 +99,7 @@ def _statistics(tensors: DINTensors, call: DINCall, units: UnitParameters) -> li
             continue
         missing = [x.new_zeros((3, len(x))) for x in tensors.slopes[layer:]]
         tables = _tables(tensors, [*found, *missing], units.eps)
-        moment = moments(*_arguments(tensors, tables, call), layer)
+        moment = moments(*_arguments(tensors, tables, call), layer, *call.visible)
         if means is not None and variances is not None:
             count, mean, variance = moment.unbind()
             unbiased = variance * (count / (count - 1).clamp(min=1))
@@ -134,18 +142,19 @@ class _Node(torch.autograd.Function):
     ) -> Tensor:
         tensors = _grouped(flat, sizes)
         tables = _tables(tensors, statistics, eps)
-        out, lse = operators(call.kernels).forward(*_arguments(tensors, tables, call), call.softmax)
-        ctx.save_for_backward(out, lse, call.q_offsets, call.kv_offsets, *statistics, *flat)
-        ctx.call, ctx.sizes, ctx.eps = call[2:], sizes, eps  # without the offsets
+        arguments = *_arguments(tensors, tables, call), call.softmax, *call.visible
+        out, lse = operators(call.kernels).forward(*arguments)
+        ctx.save_for_backward(out, lse, *call[:3], *statistics, *flat)
+        ctx.call, ctx.sizes, ctx.eps = call[3:], sizes, eps  # without the tensors
         ctx.statistics = len(statistics)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (do,) = grads
-        out, lse, q_offsets, kv_offsets, *rest = ctx.saved_tensors
+        out, lse, q_offsets, kv_offsets, num_targets, *rest = ctx.saved_tensors
         statistics, flat = rest[: ctx.statistics], rest[ctx.statistics :]
-        call = DINCall(q_offsets, kv_offsets, *ctx.call)
+        call = DINCall(q_offsets, kv_offsets, num_targets, *ctx.call)
         tensors = _grouped(flat, ctx.sizes)
         pulls: dict[int, Tensor] = {}
         delta = (out.to(lse.dtype) * do).sum(1) if call.softmax else lse
@@ -154,7 +163,7 @@ class _Node(torch.autograd.Function):
         def gradients(layer: int) -> list[Tensor]:
             tables = _tables(tensors, statistics, ctx.eps, pulls)
             arguments = _arguments(tensors, tables, call)
-            return run(do, lse, delta, *arguments, call.softmax, layer)
+            return run(do, lse, delta, *arguments, call.softmax, layer, *call.visible)
 
         if call.uses_batch:
             tables = _tables(tensors, statistics, ctx.eps)

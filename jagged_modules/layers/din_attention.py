@@ -17,7 +17,8 @@ from ..containers.jagged import Jagged, wrap_rows
 from ..functional.din_attention import DINMlp, attend_by_mlp, checked_features, event_part
 from ..functional.operands import runs_kernels
 from ..functional.tail import entering, leaving
-from ..scalars import check_choice, check_number, check_size, is_sequence
+from ..masks import AttentionMask, check_num_targets
+from ..scalars import check_choice, check_kind, check_number, check_size, is_sequence
 from ..settings import is_batch_invariant
 from ..tracing import call_of, one_module, through_call
 from ..unit_activations import UNIT_ACTIVATIONS, WITH_PARAMETERS, UnitParameters
@@ -49,6 +50,8 @@ class JaggedDINAttention(Layer):
         device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
         eps, momentum: of Dice's batch norm, see `from_torch` for those of other libraries.
         affine: whether this norm has weights and biases.
+        mask: which events each target sees; all if None. The targets of a user are the last rows of
+            the history, see `functional.din_attention`.
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; an unknown name; eps is negative,
@@ -62,7 +65,7 @@ class JaggedDINAttention(Layer):
         out = attention(torch.randn(4, 1, 32), history, candidates)  # [4, 1, 32]
     """
 
-    _shown = "embedding_dim", "hidden", "activation", "normalize", "features"
+    _shown = "embedding_dim", "hidden", "activation", "normalize", "features", "mask"
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class JaggedDINAttention(Layer):
         eps: float = 1e-8,
         momentum: float = 0.1,
         affine: bool = False,
+        mask: AttentionMask | None = None,
     ) -> None:
         super().__init__()
         check_parameter_dtype(dtype)
@@ -89,9 +93,11 @@ class JaggedDINAttention(Layer):
         check_choice("normalize", normalize, (None, "softmax"))
         check_number("eps", eps, low=0)
         check_number("momentum", momentum, 0, 1)
+        if mask is not None:
+            check_kind("mask", mask, AttentionMask, "an AttentionMask")
         self.embedding_dim, self.hidden = embedding_dim, tuple(hidden)
         self.activation, self.normalize = activation, normalize
-        self.features = checked_features(features)
+        self.features, self.mask = checked_features(features), mask
         sizes = [len(self.features) * embedding_dim, *hidden, 1]
         self.linears = nn.ModuleList(
             nn.Linear(before, size, device=device, dtype=dtype)
@@ -105,7 +111,9 @@ class JaggedDINAttention(Layer):
         )
 
     @classmethod
-    def from_torch(cls, mlp: nn.Module, normalize: str | None = None) -> JaggedDINAttention:
+    def from_torch(
+        cls, mlp: nn.Module, normalize: str | None = None, mask: AttentionMask | None = None
+    ) -> JaggedDINAttention:
         """The layer with the weights of a trained attention MLP, a copy of them.
 
         Args:
@@ -123,7 +131,7 @@ class JaggedDINAttention(Layer):
                 in TorchEasyRec, 1e-8 or 1e-9 in DeepCTR-Torch and 1e-9 in FuxiCTR, whose momentum
                 is 0.01; they are taken from the module. In training, these libraries count padded
                 pairs in Dice's statistics; this layer counts real ones.
-            normalize: as of the constructor.
+            normalize, mask: as of the constructor.
 
         Raises:
             ValueError: the module has other layers, such as a batch norm outside of Dice, different
@@ -138,6 +146,7 @@ class JaggedDINAttention(Layer):
             normalize,
             device=first.device,
             dtype=first.dtype,
+            mask=mask,
             **found.norm,
         )
         layer.load_state_dict(found.state_dict())
@@ -220,7 +229,7 @@ class JaggedDINAttention(Layer):
 
         Returns:
             `[B, T, E]`, the targets' kind of container with `[N, E]` values, or
-            `[num_candidates, n_q, E]`, as targets are. 0 for a target whose history is empty.
+            `[num_candidates, n_q, E]`, as targets are. 0 for a target that sees no event.
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
@@ -257,11 +266,14 @@ class JaggedDINAttention(Layer):
 
     def _attend(self, given: Targets, k: Tensor, b: Tensor | None) -> Any:
         (level,) = given.levels
+        if self.mask is not None:
+            num_targets, offsets = self.mask.num_targets, level.keys.offsets
+            check_num_targets("mask.num_targets", num_targets, offsets, k.device, "the layer's")
         kernels = runs_kernels("auto", k)
         if is_batch_invariant() and not kernels:
             raise ValueError("JaggedDINAttention has no batch-invariant form on the CPU")
         q = level.grouped(entering(autocast(given.rows), given.end))
-        out = attend_by_mlp(q, k, k, b, level.queries, level.keys, self._mlp(), kernels)
+        out = attend_by_mlp(q, k, k, b, level.queries, level.keys, self._mlp(), kernels, self.mask)
         return given.unwrap(leaving(level.ungrouped(out), given.end))
 
     def _mlp(self) -> DINMlp:

@@ -20,7 +20,7 @@ from jagged_modules.schedule import host_schedule
 from .maker import Call, Maker, lay_out, offsets_of, stacked
 
 
-def _mask(make: Maker, o: dict, key_lengths: list[int]) -> jm.AttentionMask | None:
+def attention_mask(make: Maker, o: dict, key_lengths: list[int]) -> jm.AttentionMask | None:
     if o.get("mask") is None:
         return None
     fields = dict(MASKS[o["mask"]])
@@ -184,7 +184,7 @@ def jagged_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         | ({} if q_shared else dict(q=rows))
         | ({} if kv_shared else dict.fromkeys("kv", make.segments(keys)))
     )
-    mask, scales = _mask(make, o, keys), _output_scale(make, o, len(q_lengths))
+    mask, scales = attention_mask(make, o, keys), _output_scale(make, o, len(q_lengths))
     if o["output_scale"] == "tensor with gradient":
         tensors["output_scale"] = scales
         segments["output_scale"] = torch.arange(len(q_lengths), device=make.device) % max(
@@ -249,7 +249,7 @@ def target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     tensors["q"] = tensors["q"].unflatten(0, (len(users), rows))
     tensors = {name: lay_out(x, o["layout"]) for name, x in tensors.items()}
     segments = dict(q=users, out=users) | dict.fromkeys("kv", make.segments(keys))
-    mask, scales = _mask(make, o, keys), _output_scale(make, o, len(counts))
+    mask, scales = attention_mask(make, o, keys), _output_scale(make, o, len(counts))
     if o["output_scale"] == "tensor with gradient":
         tensors["output_scale"], segments["output_scale"] = (
             scales,
@@ -318,7 +318,7 @@ def self_target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Cal
             len(users), 1
         )
     offsets = make.offsets("offsets", users), make.offsets("candidate_offsets", candidates)
-    mask = _mask(make, o, users)
+    mask = attention_mask(make, o, users)
     tables, fields = _bias(make, o, users, users)
     tensors |= tables
     options = dict(activation=o["activation"], scale=o["scale"], mask=mask) | _dropout(make, o)

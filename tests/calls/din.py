@@ -7,7 +7,7 @@ import torch
 from din_problem import Problem, roundings_of_kernels
 from torch import Tensor
 
-from .attention import candidate_index
+from .attention import attention_mask, candidate_index
 from .maker import Call, Maker
 
 
@@ -24,6 +24,7 @@ def din_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     parameters, statistics = _mlp(make, o)
     name, _, _ = o["activation"].partition("-")
     options = dict(activation=name, normalize=o["normalize"], features=tuple(o["features"]))
+    options |= dict(mask=attention_mask(make, o, keys))
     # Σ of a softmax's gradients, the last bias's, is rounding errors of 0
     last = f"bias{len(o['hidden'])}"
     fixed = {last: parameters.pop(last)} if o["normalize"] else {}

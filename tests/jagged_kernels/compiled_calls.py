@@ -153,6 +153,15 @@ def _din(q, k, w1, w2, w3, users, offsets, **options):
     )  # fmt: skip
 
 
+def _din_inputs(segments, rows, n):
+    return (
+        *(torch.randn(size, DIM) for size in (n, rows)),
+        *(torch.randn(size) for size in ((20, 4 * DIM), (9, 20), (1, 9))),
+        torch.randint(segments, (n,)),
+        random_offsets(segments, rows),
+    )
+
+
 FUNCTIONS = {
     "jagged_attention": (F.jagged_attention, _self_inputs),
     "jagged_attention-cross": (F.jagged_attention, _cross_inputs),
@@ -204,14 +213,10 @@ FUNCTIONS = {
             *_cross_inputs(segments, rows, n)[3:],
         ),  # fmt: skip
     ),
-    "din_attention": (
-        _din,
-        lambda segments, rows, n: (
-            *(torch.randn(size, DIM) for size in (n, rows)),
-            *(torch.randn(size) for size in ((20, 4 * DIM), (9, 20), (1, 9))),
-            torch.randint(segments, (n,)),
-            random_offsets(segments, rows),
-        ),
+    "din_attention": (_din, _din_inputs),
+    "din_attention-masked": (
+        partial(_din, mask=jm.AttentionMask(window=(9, None), global_prefix=3)),
+        _din_inputs,
     ),
     "block_diagonal_attention": (_block_attention(None), _self_inputs),
     "block_diagonal_attention-qk": (_block_attention("qk"), _self_inputs),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from din_problem import ACTIVATIONS, problem
+from din_problem import ACTIVATIONS, MASKS, problem
 
 import jagged_modules as jm
 
@@ -70,6 +70,15 @@ def test_portable_forward(check_din, activation, monkeypatch):
     monkeypatch.setattr(op, "_runs_hopper", lambda *_: False)
     options = dict(width=64, v_width=None, hidden=(80, 40), normalize=None)
     check_din(activation, BF16, "cuda", **options, **SEGMENTS)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("activation", ["dice", "silu"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(check_din, mask, activation, dtype):
+    normalize = "softmax" if dtype == BF16 else None
+    options = dict(width=64, v_width=None, hidden=(80, 40), normalize=normalize, mask=mask)
+    check_din(activation, dtype, "cuda", **options, **SEGMENTS)
 
 
 def test_query_rows(check_din):

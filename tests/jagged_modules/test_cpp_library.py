@@ -9,7 +9,7 @@ import pytest
 import torch
 from calls import check
 from cases import random_case
-from din_problem import problem
+from din_problem import MASKS, problem
 from jagged_kernels.attention.autograd import differentiate_attention
 from jagged_kernels.attention.params import SegmentTensors
 
@@ -89,6 +89,16 @@ def test_din_attention_is_its_definition(din_calls, activation, normalize):
     values = case.tensors.values()
     torch.testing.assert_close(case.call(*values), case.definition(*values))
     assert din_calls
+
+
+@pytest.mark.parametrize("normalize", [None, "softmax"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_of_din_attention(din_calls, mask, normalize):
+    options = dict(candidates=[0, 1, 3, 3], lengths=(3, 0, 7, 70), normalize=normalize, mask=mask)
+    case = problem("silu", n_q=3, **options)
+    values = case.tensors.values()
+    torch.testing.assert_close(case.call(*values), case.definition(*values))
+    assert all(arguments[-2] is not None for arguments in din_calls)
 
 
 def din_attention(rows, offsets, weights):

@@ -1,15 +1,17 @@
 """DIN's attention on the CPU, against its definition."""
 
+import itertools
+
 import accuracy
 import pytest
 import torch
-from din_problem import ACTIVATIONS, problem
+from din_problem import ACTIVATIONS, MASKS, problem
 from marks import slow_after
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from jagged_modules import CandidateIndex, functional
+from jagged_modules import AttentionMask, CandidateIndex, functional
 from jagged_modules.cpu import din
 from jagged_modules.unit_activations import UnitParameters
 
@@ -39,6 +41,71 @@ def test_features_in_any_order(features):
 @pytest.mark.parametrize("activation", ["silu", "dice"])
 def test_numbers_of_layers(activation, hidden):
     assert_as_defined(problem(activation, hidden=hidden))
+
+
+# of a user's candidates, those before the first event see nothing under some masks
+MANY = dict(candidates=[2, 0, 1, 2, 3, 0, 2, 3, 3, 2, 2], lengths=[1, 0, 7, 9])
+
+
+@pytest.mark.parametrize("normalize", [None, "softmax"])
+@slow_after(2, "activation", ["dice", "silu", "prelu", "dice-eval", "relu"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(activation, normalize, mask):
+    assert_as_defined(problem(activation, normalize=normalize, mask=mask, **MANY))
+
+
+@pytest.mark.parametrize("chunk, masked", [(1, 1), (3, 4), (100, 1)])
+def test_chunks_of_pairs_that_are_seen(monkeypatch, chunk, masked):
+    monkeypatch.setattr(din, "CHUNK", chunk)
+    monkeypatch.setattr(din, "MASKED_CHUNK", masked)
+    for n_q, v_width in ((0, 5), (2, None)):
+        case = problem("dice", normalize="softmax", mask="hstu", n_q=n_q, v_width=v_width, **MANY)
+        assert_as_defined(case)
+
+
+@pytest.mark.parametrize("normalize", [None, "softmax"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_definition_of_masks(mask, normalize):
+    """Pair by pair: `AttentionMask` says which of them have a score, and which Dice counts."""
+    case = problem("dice", normalize=normalize, mask=mask, hidden=(7,), **MANY)
+    x, rule = case.tensors, case.options["mask"]
+    pairs, z = [], []
+    for user, (start, end) in enumerate(itertools.pairwise(case.kv_offsets.tolist())):
+        own = (case.candidates == user).nonzero().flatten().tolist()
+        targets = 0 if rule.num_targets is None else int(rule.num_targets[user])
+        keep = rule.keep(len(own), end - start, targets)
+        for i, j in itertools.product(range(len(own)), range(end - start)):
+            if keep[i, j]:
+                q, k = x["q"][own[i]], x["k"][start + j]
+                pairs.append((own[i], start + j))
+                z.append(x["weight0"] @ torch.cat([q, k, q - k, q * k]) + x["bias0"])
+    expected = torch.zeros(len(case.candidates), 5, dtype=torch.float64)
+    if pairs:
+        z = torch.stack(z)
+        n = (z - z.mean(0)) / (z.var(0, correction=0) + 1e-8).sqrt()
+        p = torch.sigmoid(n * x["norm_weight0"] + x["norm_bias0"])
+        s = (z * (p + x["slope0"] * (1 - p))) @ x["weight1"][0] + x["bias1"]
+        for candidate in {i for i, _ in pairs}:
+            of = [at for at, (i, _) in enumerate(pairs) if i == candidate]
+            weights = s[of].softmax(0) if normalize else s[of]
+            expected[candidate] = weights @ x["v"][[pairs[at][1] for at in of]]
+    torch.testing.assert_close(case.definition(*x.values()), expected)
+
+
+def test_what_a_mask_hides_is_not_read():
+    """And an AttentionMask that hides nothing changes no bit."""
+    case = problem("silu", mask="truncated", candidates=[0, 1], lengths=[5, 40], n_q=2)
+    clean = case.results(case.call)
+    for name in "kv":
+        case.tensors[name] = case.tensors[name].clone()
+        case.tensors[name][5 + 3] = torch.nan  # behind the prefix, before the recent history
+    found = case.results(case.call)
+    of_events = found.pop("weight0")  # a GEMM of all events has its gradient
+    assert of_events.isnan().any()
+    assert all(torch.equal(x, clean[name]) for name, x in found.items())
+    case = problem("silu")
+    expected, case.options["mask"] = case.call(*case.tensors.values()), AttentionMask()
+    assert torch.equal(case.call(*case.tensors.values()), expected)
 
 
 ONE_EACH = dict(candidates=[3, 0, 2, 4, 1], lengths=[3, 0, 7, 2, 1])
@@ -172,8 +239,8 @@ def test_autocast():
 
 
 def test_the_definition_has_its_gradients():
-    for activation in ("sigmoid", "dice"):
-        case = problem(activation, normalize="softmax")
+    for activation, mask in (("sigmoid", None), ("dice", None), ("dice", "hstu")):
+        case = problem(activation, normalize="softmax", mask=mask)
         inputs = [x.requires_grad_() for x in case.tensors.values()]
         assert torch.autograd.gradcheck(case.definition, inputs, fast_mode=True)
 
@@ -201,6 +268,17 @@ def test_statistics_come_in_pairs():
     [
         (dict(activation="gelu"), ValueError, "activation must be one of"),
         (dict(normalize="sum"), ValueError, "normalize must be"),
+        (dict(mask="causal"), TypeError, "mask must be an AttentionMask"),
+        (
+            dict(mask=AttentionMask(num_targets=torch.tensor([1]))),
+            ValueError,
+            r"mask.num_targets must have shape \[B\] = \[4\], got \[1\]",
+        ),
+        (
+            dict(mask=AttentionMask(num_targets=torch.tensor([4, 0, 0, 0]))),
+            ValueError,
+            "mask.num_targets must be at most the segment's length, got 4 of 3 at segment 0",
+        ),
         (dict(features=("q", "q")), ValueError, "features must be different"),
         (dict(features=("q+k",)), ValueError, "features must be different"),
         (dict(weights=[torch.zeros(1, 24)]), ValueError, "of the same two or more linears"),

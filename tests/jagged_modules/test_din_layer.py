@@ -140,6 +140,28 @@ def test_cached_histories(activation):
     torch.testing.assert_close(selected, expected[:1])
 
 
+def test_a_mask():
+    """In calls, of cached histories, in graphs and programs, and with weights of a trained MLP."""
+    mask = jm.AttentionMask(window=(4, 1), recent_history=4)
+    layer = jm.JaggedDINAttention(E, (6, 5), "silu", mask=mask)
+    targets, history = torch.randn(5, 2, E), torch.randn(ROWS, E)
+    inputs = targets, (history, OFFSETS), CANDIDATES
+    linears = list(layer.linears)
+    parameters = [x.weight for x in linears], [x.bias for x in linears]
+    given = targets, history, history, CANDIDATES, OFFSETS, *parameters
+    options = dict(activation="silu", implementation="reference")
+    expected = jm.functional.din_attention(*given, mask=mask, **options)
+    assert not torch.allclose(expected, jm.functional.din_attention(*given, **options))
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    exported = torch.export.export(layer, inputs).module()
+    mlp = nn.Sequential(linears[0], nn.SiLU(), linears[1], nn.SiLU(), linears[2])
+    loaded = jm.JaggedDINAttention.from_torch(mlp, mask=mask)
+    for call in (layer, compiled, exported, loaded):
+        torch.testing.assert_close(call(*inputs), expected)
+    cache = layer.cache((history, OFFSETS))
+    torch.testing.assert_close(layer.score(targets, cache, CANDIDATES), expected)
+
+
 def test_forms_of_targets():
     layer = jm.JaggedDINAttention(E, (6,), normalize="softmax")
     history = jm.Jagged(torch.randn(ROWS, E), OFFSETS)
@@ -190,6 +212,7 @@ def test_compiled_and_exported(activation):
         (dict(normalize="mean"), "normalize must be"),
         (dict(features=("x",)), "features must be"),
         (dict(eps=-1), "eps must be"),
+        (dict(mask="causal"), "mask must be an AttentionMask"),
         (dict(dtype=torch.int8), "dtype must be"),
     ],
 )
@@ -238,6 +261,9 @@ def test_errors_of_the_call():
         layer(torch.randn(5, 1, E + 1), history, CANDIDATES)
     with pytest.raises(ValueError, match="history's values must have shape"):
         layer(torch.randn(5, 1, E), (torch.randn(ROWS, E + 1), OFFSETS), CANDIDATES)
+    masked = jm.JaggedDINAttention(E, (6,), mask=jm.AttentionMask(num_targets=torch.tensor([1, 0])))
+    with pytest.raises(ValueError, match=r"mask.num_targets must have shape \[B\] = \[3\]"):
+        masked(torch.randn(5, 1, E), history, CANDIDATES)
     with pytest.raises(ValueError, match="cache's values must have shape"):
         layer.score(torch.randn(3, 1, E), jm.JaggedDINAttention(E, (5,)).cache(history))
     with jm.batch_invariant(True), pytest.raises(ValueError, match="no batch-invariant form"):

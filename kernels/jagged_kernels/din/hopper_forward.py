@@ -101,11 +101,11 @@ def _find_user(row, offsets_ptr, num_segments):
 
 
 @gluon.jit
-def _find_events(row, num_rows, num_segments, offsets):
+def _find_events(row, num_rows, num_segments, users):
     """The Events of a row of q; none from num_rows on, and behind the last segment."""
-    user = _find_user(row, offsets[0], num_segments)
-    start, length = load_segment(offsets[1], user)
-    there = (row < num_rows) & (row < gl.load(offsets[0] + num_segments))
+    user = _find_user(row, users.q_offsets, num_segments)
+    start, length = load_segment(users.kv_offsets, user)
+    there = (row < num_rows) & (row < gl.load(users.q_offsets + num_segments))
     return Events(start, gl.where(there, length, 0))
 
 
@@ -406,11 +406,10 @@ def _tile(
 @safe_ptxas
 @gluon.jit(do_not_specialize=["num_rows", "num_segments"])
 def din_fwd_hopper_kernel(
-    k_desc, operands, strides, weights, biases, tables, results, offsets,
+    k_desc, operands, strides, weights, biases, tables, results, users,
     num_rows, num_segments, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
-    """Each program has every num_programs-th row of q. results: as in triton_forward.py. offsets:
-    of q and of the events."""
+    """Each program has every num_programs-th row of q. results: as in triton_forward.py."""
     WIDTH: gl.constexpr = k_desc.block_type.shape[1]
     DTYPE: gl.constexpr = k_desc.dtype
     P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, BLOCK], DTYPE)
@@ -432,11 +431,11 @@ def din_fwd_hopper_kernel(
     columns = gl.arange(0, COPIES, layout=gl.SliceLayout(0, L))[None, :]
     units = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))[:, None]
     step, missing = 0, AHEAD
-    next_events = _find_events(gl.program_id(0), num_rows, num_segments, offsets)
+    next_events = _find_events(gl.program_id(0), num_rows, num_segments, users)
     for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
         events = next_events
         _load_missing(k_desc, buffers, events, step, missing)
-        next_events = _find_events(row + gl.num_programs(0), num_rows, num_segments, offsets)
+        next_events = _find_events(row + gl.num_programs(0), num_rows, num_segments, users)
         missing = gl.maximum(AHEAD - (events.length + BLOCK - 1) // BLOCK, 0)
         row = row.to(gl.int64)
         sums = Sums(

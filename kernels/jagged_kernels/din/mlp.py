@@ -15,7 +15,17 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..attention.mask import (
+    Blocks,
+    column_blocks,
+    first_target_column,
+    is_visible,
+    masked_block,
+    num_masked_blocks,
+    visible_columns,
+)
 from ..common.loads import find_segment, load_segment
+from ..schedule.cost import MaskParams
 from .accumulators import partial_sums, zeros
 
 
@@ -31,6 +41,7 @@ class Options(NamedTuple):
         factors: which ACTIVATION leaves out, of value and derivative.
         softmax: over the events. same: v is k.
         only: the hidden layer of which the kernel computes only the sums; -1: all.
+        mask: which events a row of q sees; None: all.
     """
 
     width: int
@@ -47,6 +58,16 @@ class Options(NamedTuple):
     softmax: bool
     same: bool
     only: int = -1
+    mask: MaskParams | None = None
+
+
+class Users(NamedTuple):
+    """Pointers to the offsets `[B + 1]` of rows of q and of events, and to the number of targets of
+    each user `[B]`, None unless the mask has them."""
+
+    q_offsets: tl.tensor
+    kv_offsets: tl.tensor
+    num_targets: tl.tensor
 
 
 class Operands(NamedTuple):
@@ -92,9 +113,25 @@ class Mlp(NamedTuple):
     tables: tl.tuple
 
 
+class Keys(NamedTuple):
+    """The events of a row of q.
+
+    start, length: the first event of the user, and how many there are. end: of a loop over blocks,
+    whose rounds `load_block` takes. column: of the row among the events. first_target: of the
+    mask. blocks: those that the row visits.
+    """
+
+    start: tl.tensor
+    length: tl.tensor
+    end: tl.tensor
+    column: tl.tensor
+    first_target: tl.tensor
+    blocks: Blocks
+
+
 class Events(NamedTuple):
-    """A block of events: k [block, block_e], v [block, block_v], and which rows are the
-    segment's."""
+    """A block of events: k [block, block_e], v [block, block_v], and which rows are the segment's
+    and seen."""
 
     k: tl.tensor
     v: tl.tensor
@@ -128,12 +165,14 @@ def load_vector(ptr, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexp
 @triton.jit
 def load_tile(
     ptr, stride, num_rows, FIRST: tl.constexpr, SIZE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, seen=None,
 ):  # fmt: skip
-    """[ROWS, BLOCK] from column FIRST on. Rows from num_rows on, and columns from SIZE on, are
-    0."""
+    """[ROWS, BLOCK] from column FIRST on. Rows from num_rows on, rows that are not `seen`, and
+    columns from SIZE on, are 0."""
     rows, columns = tl.arange(0, ROWS), FIRST + tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
+    if seen is not None:
+        mask = mask & seen[:, None]
     return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
 
 
@@ -254,27 +293,71 @@ def reread(mlp, index):
 
 
 @triton.jit
-def load_events(operands, strides, row, num_rows, OPTIONS: tl.constexpr):
-    """The block of events from a row on, of which num_rows are the segment's."""
+def load_events(operands, strides, row, num_rows, OPTIONS: tl.constexpr, seen=None):
+    """The block of events from a row on, of which num_rows are the segment's. They are 0 where they
+    are not `seen`."""
     k = load_tile(
         operands.k + row * (strides[1] * OPTIONS.align), strides[1] * OPTIONS.align, num_rows,
-        0, OPTIONS.width, OPTIONS.block, OPTIONS.block_e,
+        0, OPTIONS.width, OPTIONS.block, OPTIONS.block_e, seen,
     )  # fmt: skip
     v = k
     if not OPTIONS.same:
         v = load_tile(
             operands.v + row * (strides[4] * OPTIONS.align), strides[4] * OPTIONS.align, num_rows,
-            0, OPTIONS.v_width, OPTIONS.block, OPTIONS.block_v,
+            0, OPTIONS.v_width, OPTIONS.block, OPTIONS.block_v, seen,
         )  # fmt: skip
-    return Events(k, v, tl.arange(0, OPTIONS.block) < num_rows)
+    real = tl.arange(0, OPTIONS.block) < num_rows
+    if seen is not None:
+        real = real & seen
+    return Events(k, v, real)
 
 
 @triton.jit
-def load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments):
-    """The first event and the number of events of a row of q; none behind the last segment."""
-    user = find_segment(row, q_offsets_ptr, num_segments, 0, False)
-    start, length = load_segment(kv_offsets_ptr, user)
-    return start, tl.where(row < tl.load(q_offsets_ptr + num_segments), length, 0)
+def load_keys(row, users, num_segments, OPTIONS: tl.constexpr):
+    """The Keys of a row of q; none behind the last segment."""
+    MASK: tl.constexpr = OPTIONS.mask
+    user = find_segment(row, users.q_offsets, num_segments, 0, False)
+    start, length = load_segment(users.kv_offsets, user)
+    length = tl.where(row < tl.load(users.q_offsets + num_segments), length, 0)
+    if MASK is None:
+        return Keys(start, length, length, 0, 0, ())
+    else:
+        q_start, q_len = load_segment(users.q_offsets, user)
+        column = (row - q_start).to(tl.int32) + length - q_len
+        first_target = first_target_column(users.num_targets, user, length, MASK)
+        blocks = all_masked(
+            column_blocks(column, column, length, first_target, MASK, OPTIONS.block)
+        )
+        end = tl.where(length > 0, num_masked_blocks(blocks) * OPTIONS.block, 0)
+        return Keys(start, length, end, column, first_target, blocks)
+
+
+@triton.jit
+def all_masked(blocks):
+    """The Blocks, none of which counts as full: then `masked_block` finds each of them."""
+    return Blocks(
+        blocks.first, blocks.count, blocks.second_first, blocks.second_count,
+        blocks.third_first, blocks.third_count, 0, 0, 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_block(operands, strides, keys, index, OPTIONS: tl.constexpr):
+    """The Events of a round of a loop over a row's Keys, of which hidden ones are 0. index: 0,
+    block, 2 · block, ... up to the end."""
+    first, seen = index, None
+    if OPTIONS.mask is not None:
+        first = masked_block(index // OPTIONS.block, keys.blocks) * OPTIONS.block
+        seen = sees(first, keys.column, keys.first_target, OPTIONS)
+    return load_events(operands, strides, keys.start + first, keys.length - first, OPTIONS, seen)
+
+
+@triton.jit
+def sees(first, column, first_target, OPTIONS: tl.constexpr):
+    """Which events of the block from `first` on a row of q at a column sees."""
+    MASK: tl.constexpr = OPTIONS.mask
+    events = first + tl.arange(0, OPTIONS.block)
+    return is_visible(events, column, visible_columns(column, first_target, MASK), MASK)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from ..common.device import (
 from ..common.ops import operator
 from ..common.pipeline import descriptor
 from ..common.tail import zero_tails
+from ..schedule.cost import MaskParams
 from .configs import (
     DINConfig,
     DINProblem,
@@ -40,7 +41,7 @@ from .configs import (
     pieces,
 )
 from .hopper_forward import din_fwd_hopper_kernel
-from .mlp import Operands, Options, has_table
+from .mlp import Operands, Options, Users, has_table
 from .results import empty_gradients, joined_moments
 from .triton_backward import din_bwd_dkdv_kernel, din_bwd_dmlp_kernel, din_bwd_dq_kernel
 from .triton_forward import din_fwd_kernel, din_moments_kernel
@@ -77,6 +78,7 @@ def _prepare(
     activation: str,
     softmax: bool = False,
     only: int = -1,
+    mask: list[int] | None = None,
 ) -> _Launch:
     same = len(operands) == 4
     q, k, a, of_k, v = map(contiguous_last_dim, [*operands, operands[1]][:5])
@@ -102,6 +104,7 @@ def _prepare(
         softmax=softmax,
         same=same,
         only=only,
+        mask=None if mask is None else MaskParams(*mask),
     )
     constants = dict(
         ACTIVATION=activation_function(name, bfloat16),
@@ -122,8 +125,15 @@ def _runs_hopper(k: Tensor, options: Options) -> bool:
     capability = device_properties(k.device).capability
     return forward_runs_on_hopper(
         DINProblem(
-            options.width, options.hidden, k.dtype, options.same, aligned, k.device.type, capability
-        )
+            options.width,
+            options.hidden,
+            k.dtype,
+            options.same,
+            aligned,
+            options.mask is not None,
+            k.device.type,
+            capability,
+        )  # fmt: skip
     )
 
 
@@ -142,6 +152,8 @@ def triton_din(
     kv_offsets: Tensor,
     activation: str,
     softmax: bool,
+    mask: list[int] | None = None,
+    num_targets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sums of the events.
 
@@ -152,15 +164,19 @@ def triton_din(
         biases: of the layers but the first.
         tables: fp32 `[7, H]` of each hidden layer with "prelu" or "dice", otherwise None.
         q_offsets, kv_offsets: `[B + 1]`.
+        mask: the fields of a MaskParams; None: each row of q sees all of its user's events.
+        num_targets: `[B]` int32 or int64, if the mask has targets.
 
     Returns:
         `[R, Ev]`, and the scores' log-sum-exp, fp32 `[R]`, which is not written without softmax.
         Rows behind the last segment are 0.
     """
-    launch = _prepare("fwd", operands, weights, biases, tables, activation, softmax)
+    tensors = operands, weights, biases, tables
+    launch = _prepare("fwd", *tensors, activation, softmax, mask=mask)
     out, lse = _fake(operands)
-    rows, users = out.shape[0], q_offsets.shape[0] - 1
-    if rows == 0 or users == 0:
+    rows, num_users = out.shape[0], q_offsets.shape[0] - 1
+    users = Users(q_offsets, kv_offsets, num_targets)
+    if rows == 0 or num_users == 0:
         return out.zero_(), lse.zero_()
     k, options = launch.operands.k, launch.constants["OPTIONS"]
     if _runs_hopper(k, options):
@@ -171,17 +187,19 @@ def triton_din(
         )
         din_fwd_hopper_kernel[(launch.programs(rows),)](
             descriptor(k, 64, max(64, options.block_e)), *launch.tensors, (out, lse),
-            (q_offsets, kv_offsets), rows, users, **constants,
+            users, rows, num_users, **constants,
         )  # fmt: skip
         return out, lse
     din_fwd_kernel[(launch.programs(rows),)](
-        *launch.tensors, (out, lse), q_offsets, kv_offsets, rows, users, **launch.constants
+        *launch.tensors, (out, lse), users, rows, num_users, **launch.constants
     )
     return out, lse
 
 
-def _moments_fake(operands, weights, *options):
-    return operands[0].new_empty((3, weights[options[-1]].shape[0]), dtype=torch.float32)
+def _moments_fake(
+    operands, weights, biases, tables, q_offsets, kv_offsets, activation, layer, *mask
+):
+    return operands[0].new_empty((3, weights[layer].shape[0]), dtype=torch.float32)
 
 
 @operator("din_moments", fake=_moments_fake)
@@ -194,23 +212,31 @@ def triton_din_moments(
     kv_offsets: Tensor,
     activation: str,
     layer: int,
+    mask: list[int] | None = None,
+    num_targets: Tensor | None = None,
 ) -> Tensor:
-    """Number of pairs, mean and variance of z of a hidden layer, over all pairs: fp32 `[3, H]`.
-    tables: that of this layer is not read. Others: as `triton_din`."""
-    launch = _prepare("moments", operands, weights, biases, tables, activation, only=layer)
-    rows, users = operands[0].shape[0], q_offsets.shape[0] - 1
-    if rows == 0 or users == 0:
-        return _moments_fake(operands, weights, layer).zero_()
+    """Number of pairs, mean and variance of z of a hidden layer, over all pairs that are
+    seen: fp32 `[3, H]`. tables: that of this layer is not read. Others: as `triton_din`."""
+    tensors = operands, weights, biases, tables
+    launch = _prepare("moments", *tensors, activation, only=layer, mask=mask)
+    rows, num_users = operands[0].shape[0], q_offsets.shape[0] - 1
+    size = 3, weights[layer].shape[0]
+    if rows == 0 or num_users == 0:
+        return operands[0].new_zeros(size, dtype=torch.float32)
+    users = Users(q_offsets, kv_offsets, num_targets)
     programs = launch.programs(rows)
-    parts = operands[0].new_empty((programs, 3, weights[layer].shape[0]), dtype=torch.float32)
+    parts = operands[0].new_empty((programs, *size), dtype=torch.float32)
     din_moments_kernel[(programs,)](
-        *launch.tensors, parts, q_offsets, kv_offsets, rows, users, **launch.constants
+        *launch.tensors, parts, users, rows, num_users, **launch.constants
     )
     return joined_moments(parts)
 
 
-def _backward_fake(do, lse, delta, operands, weights, biases, tables, *options):
-    return empty_gradients(operands, weights, biases, tables, torch.float32, options[-1])
+def _backward_fake(
+    do, lse, delta, operands, weights, biases, tables, q_offsets, kv_offsets, activation, softmax,
+    layer, *mask,
+):  # fmt: skip
+    return empty_gradients(operands, weights, biases, tables, torch.float32, layer)
 
 
 @operator("din_attention_backward", fake=_backward_fake)
@@ -227,6 +253,8 @@ def triton_din_backward(
     activation: str,
     softmax: bool,
     layer: int,
+    mask: list[int] | None = None,
+    num_targets: Tensor | None = None,
 ) -> list[Tensor]:
     """Gradients of the operands, in their dtype; of the weights and the biases, and sums `[3, H]`
     of each table, in fp32. The sums are the gradients of slope, bias and weight of the table.
@@ -236,36 +264,36 @@ def triton_din_backward(
         layer: the hidden layer of which only the sums are wanted; -1: all. They need d0 and d1 of
             the layers behind it.
     """
-    results = _backward_fake(do, lse, delta, operands, weights, biases, tables, layer)
-    rows, users = operands[0].shape[0], q_offsets.shape[0] - 1
-    if rows == 0 or users == 0 or operands[1].shape[0] == 0:
+    results = empty_gradients(operands, weights, biases, tables, torch.float32, layer)
+    rows, num_users = operands[0].shape[0], q_offsets.shape[0] - 1
+    if rows == 0 or num_users == 0 or operands[1].shape[0] == 0:
         return [x.zero_() for x in results]
+    users = Users(q_offsets, kv_offsets, num_targets)
     tensors = operands, weights, biases, tables, activation, softmax
-    shared, do = (q_offsets, kv_offsets), do.contiguous()
-    last, count = len(biases) - 1, len(operands)
-    launch = _prepare("dmlp", *tensors, layer)
+    last, count, do = len(biases) - 1, len(operands), do.contiguous()
+    launch = _prepare("dmlp", *tensors, layer, mask)
     programs, hidden = launch.programs(rows), [x.shape[0] for x in weights[:-1]]
     sizes = [x.numel() for x in (*weights[1:], *biases)]
     parts = do.new_empty((programs, sum(sizes)), dtype=torch.float32)
     sums = [do.new_zeros((programs, 3, size), dtype=torch.float32) for size in hidden]
     if layer in (-1, last):
         din_bwd_dmlp_kernel[(programs,)](
-            *launch.tensors, (do, lse, delta, parts, sums[last]), *shared, rows, users,
+            *launch.tensors, (do, lse, delta, parts, sums[last]), users, rows, num_users,
             **launch.constants,
         )  # fmt: skip
     dq, dk, da, _, dv = (*results[:count], results[0])[:5] if layer < 0 else [do] * 5
     first = do.new_zeros((programs, 2, *weights[0].shape[::-1]), dtype=torch.float32)
     if layer < last:
-        launch = _prepare("dq", *tensors, layer)
+        launch = _prepare("dq", *tensors, layer, mask)
         din_bwd_dq_kernel[(programs,)](
-            *launch.tensors, (do, lse, delta, dq, da, first, sums[0]), *shared, rows, users,
+            *launch.tensors, (do, lse, delta, dq, da, first, sums[0]), users, rows, num_users,
             **launch.constants,
         )  # fmt: skip
     if layer >= 0:
         return [sums[layer].sum(0)]
-    launch = _prepare("dkdv", *tensors)
-    din_bwd_dkdv_kernel[(cdiv(dk.shape[0], launch.config.block) + users,)](
-        *launch.tensors, (do, lse, delta, dk, dv), *shared, users, **launch.constants
+    launch = _prepare("dkdv", *tensors, mask=mask)
+    din_bwd_dkdv_kernel[(cdiv(dk.shape[0], launch.config.block) + num_users,)](
+        *launch.tensors, (do, lse, delta, dk, dv), users, num_users, **launch.constants
     )
     zero_tails((dq, q_offsets), (da, q_offsets))
     zero_tails(*((x, kv_offsets) for x in (dk, dv)[: count - 3]))

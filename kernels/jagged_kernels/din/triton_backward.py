@@ -11,6 +11,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..attention.mask import (
+    Blocks,
+    first_target_column,
+    masked_block,
+    num_masked_blocks,
+    row_blocks,
+)
 from ..common.loads import find_tile, load_segment, log2
 from ..common.ptxas import safe_ptxas
 from .accumulators import (
@@ -26,11 +33,14 @@ from .accumulators import (
     zeros,
 )
 from .mlp import (
+    Events,
     Mlp,
     activation_gradient,
     add_event_gradient,
+    all_masked,
     has_table,
     last_gradient,
+    load_block,
     load_events,
     load_keys,
     load_mlp,
@@ -42,6 +52,7 @@ from .mlp import (
     score_gradient,
     scores,
     second_gradient,
+    sees,
 )
 
 
@@ -99,7 +110,7 @@ def _first_layer_gradient(
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_rows", "num_segments"])
 def din_bwd_dq_kernel(
-    operands, strides, weights, biases, tables, gradients, q_offsets_ptr, kv_offsets_ptr,
+    operands, strides, weights, biases, tables, gradients, users,
     num_rows, num_segments, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """dq and da, and parts of dDᵀ and dBᵀ `[2, E, H1]` and of the sums `[3, H1]` of the first of
@@ -114,13 +125,13 @@ def din_bwd_dq_kernel(
     SIZE: tl.constexpr = OPTIONS.width * OPTIONS.hidden[0]
     parts_ptr = gradients[5] + tl.program_id(0).to(tl.int64) * (2 * SIZE)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        kv_start, kv_len = load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
+        keys = load_keys(row, users, num_segments, OPTIONS)
         query = _load_query(
             mlp, operands, strides, weights, gradients, tl.cast(row, tl.int64), OPTIONS
         )
         products, da = zero_pieces(OPTIONS.block_e, 0, OPTIONS), zero_sums(0, OPTIONS)
-        for start in range(0, kv_len, OPTIONS.block):
-            events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
+        for start in range(0, keys.end, OPTIONS.block):
+            events = load_block(operands, strides, keys, start, OPTIONS)
             found, _, ds, dz, more = _last_layer_gradient(query, events, start, ACTIVATION, OPTIONS)
             if len(OPTIONS.hidden) == 2:
                 dz, more = _first_layer_gradient(
@@ -208,7 +219,7 @@ def _store_sums(ptr, sums, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_rows", "num_segments"])
 def din_bwd_dmlp_kernel(
-    operands, strides, weights, biases, tables, gradients, q_offsets_ptr, kv_offsets_ptr,
+    operands, strides, weights, biases, tables, gradients, users,
     num_rows, num_segments, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Each program's parts of the gradients of W2ᵀ `[H1, H2]`, w, b2 and b3, and of the sums
@@ -225,12 +236,12 @@ def din_bwd_dmlp_kernel(
     dlast, dbias = zero_sums(LAST, OPTIONS), zero_sums(LAST, OPTIONS)
     dlast_bias = zero_vector(OPTIONS.block)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        kv_start, kv_len = load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
+        keys = load_keys(row, users, num_segments, OPTIONS)
         query = _load_query(
             mlp, operands, strides, weights, gradients, tl.cast(row, tl.int64), OPTIONS
         )
-        for start in range(0, kv_len, OPTIONS.block):
-            events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
+        for start in range(0, keys.end, OPTIONS.block):
+            events = load_block(operands, strides, keys, start, OPTIONS)
             found, _, ds, dz, more = _last_layer_gradient(query, events, start, ACTIVATION, OPTIONS)
             if SUMS:
                 sums = _plus_sums(sums, more)
@@ -288,10 +299,31 @@ def _weighted_sums(h, ds):
 # -- gradients of events ---------------------------------------------------------------------------
 
 
+class Queries(NamedTuple):
+    """The rows of q that may see events of a block: how many, first_target of the mask, and the rows
+    as Blocks of one row."""
+
+    count: tl.tensor
+    first_target: tl.tensor
+    rows: Blocks
+
+
+@triton.jit
+def _load_queries(user, users, start, q_len, kv_len, OPTIONS: tl.constexpr):
+    """The Queries of a user's block of events from `start` on."""
+    MASK: tl.constexpr = OPTIONS.mask
+    if MASK is None:
+        return Queries(q_len, 0, ())
+    else:
+        first_target = first_target_column(users.num_targets, user, kv_len, MASK)
+        rows = all_masked(row_blocks(start, q_len, kv_len, first_target, MASK, 1, OPTIONS.block))
+        return Queries(num_masked_blocks(rows), first_target, rows)
+
+
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments"])
 def din_bwd_dkdv_kernel(
-    operands, strides, weights, biases, tables, gradients, q_offsets_ptr, kv_offsets_ptr,
+    operands, strides, weights, biases, tables, gradients, users,
     num_segments, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of events of one user: sums over the user's rows of q.
@@ -302,26 +334,35 @@ def din_bwd_dkdv_kernel(
     # H200, ReLU: 1.75 ms, and 1.60 so. But 1.64 and 1.75 in one stage, which tables have.
     PACKED: tl.constexpr = not has_table(OPTIONS.units)
     user, kv_start, kv_len, start = find_tile(
-        tl.program_id(0), kv_offsets_ptr, num_segments, log2(OPTIONS.block)
+        tl.program_id(0), users.kv_offsets, num_segments, log2(OPTIONS.block)
     )
     if start >= kv_len:
         return
-    q_start, q_len = load_segment(q_offsets_ptr, user)
+    q_start, q_len = load_segment(users.q_offsets, user)
     mlp = load_mlp(weights, biases, tables, OPTIONS)
     events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
+    queries = _load_queries(user, users, start, q_len, kv_len, OPTIONS)
     dk = zeros(OPTIONS.block, OPTIONS.block_e)
     dv = zeros(OPTIONS.block, OPTIONS.block_v)
-    for i in range(0, q_len):
+    for i in range(0, queries.count):
+        number = i
+        if OPTIONS.mask is not None:
+            number = masked_block(i, queries.rows)
         query = _load_query(
-            mlp, operands, strides, weights, gradients, q_start + i, OPTIONS, PACKED
+            mlp, operands, strides, weights, gradients, q_start + number, OPTIONS, PACKED
         )
-        found, p, _, dz, _ = _last_layer_gradient(query, events, i, ACTIVATION, OPTIONS)
+        seen = events
+        if OPTIONS.mask is not None:
+            column = number + kv_len - q_len
+            real = events.real & sees(start, column, queries.first_target, OPTIONS)
+            seen = Events(events.k, events.v, real)
+        found, p, _, dz, _ = _last_layer_gradient(query, seen, i, ACTIVATION, OPTIONS)
         if OPTIONS.same:
             dk += p[:, None] * query.do.to(tl.float32)[None, :]
         else:
             dv += p[:, None] * query.do.to(tl.float32)[None, :]
         if len(OPTIONS.hidden) == 2:
-            dz, _ = _first_layer_gradient(dz, found, query, events, i, ACTIVATION, OPTIONS)
+            dz, _ = _first_layer_gradient(dz, found, query, seen, i, ACTIVATION, OPTIONS)
         dk = add_event_gradient(dk, dz, query.mlp, events.k.dtype, OPTIONS)
     first = kv_start + start
     rows = tl.arange(0, OPTIONS.block)

@@ -11,7 +11,7 @@ from .accumulators import store_pieces, zero_vectors, zeros
 from .mlp import (
     activate,
     first_layer,
-    load_events,
+    load_block,
     load_keys,
     load_mlp,
     load_query,
@@ -27,7 +27,7 @@ ROWS = tl.constexpr(16)  # the smallest side of an MMA
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_rows", "num_segments"])
 def din_fwd_kernel(
-    operands, strides, weights, biases, tables, results, q_offsets_ptr, kv_offsets_ptr,
+    operands, strides, weights, biases, tables, results, users,
     num_rows, num_segments, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """results: out `[R, Ev]` = p v, and the scores' log-sum-exp `[R]`.
@@ -38,22 +38,25 @@ def din_fwd_kernel(
     copies, columns = tl.arange(0, ROWS), tl.arange(0, OPTIONS.block_v)
     mask = (copies == 0)[:, None] & (columns < OPTIONS.v_width)[None, :]
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        kv_start, kv_len = load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
+        keys = load_keys(row, users, num_segments, OPTIONS)
         row = tl.cast(row, tl.int64)
         q, a = load_query(operands, strides, row, OPTIONS)
         of_row = of_query(mlp, q, a, operands, weights, OPTIONS)
         acc = zeros(ROWS, OPTIONS.block_v)
         running_max, running_sum = float("-inf"), 0.0
-        for start in range(0, kv_len, OPTIONS.block):
-            events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
+        for start in range(0, keys.end, OPTIONS.block):
+            events = load_block(operands, strides, keys, start, OPTIONS)
             p = scores(events, reread(of_row, start), ACTIVATION, OPTIONS).s
             if OPTIONS.softmax:
                 p = tl.where(events.real, p, float("-inf"))
                 new_max = tl.maximum(running_max, tl.max(p, 0))
-                p, rescale = tl.exp(p - new_max), tl.exp(running_max - new_max)
+                finite = new_max
+                if OPTIONS.mask is not None:  # of all events until here none may be seen
+                    finite = tl.where(new_max == float("-inf"), 0.0, new_max)
+                p, rescale = tl.exp(p - finite), tl.exp(running_max - finite)
                 running_sum, running_max = running_sum * rescale + tl.sum(p, 0), new_max
                 acc *= rescale
-            # behind the last event v is 0
+            # where events are not real v is 0
             p = tl.broadcast_to(p.to(events.v.dtype)[None, :], [ROWS, OPTIONS.block])
             acc = tl.dot(p, events.v, acc, input_precision=OPTIONS.precision)
         if OPTIONS.softmax:
@@ -67,7 +70,7 @@ def din_fwd_kernel(
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_rows", "num_segments"])
 def din_moments_kernel(
-    operands, strides, weights, biases, tables, parts_ptr, q_offsets_ptr, kv_offsets_ptr,
+    operands, strides, weights, biases, tables, parts_ptr, users,
     num_rows, num_segments, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Number of pairs, mean, and sum of squared deviations from it, of z of the hidden layer
@@ -80,18 +83,21 @@ def din_moments_kernel(
     count = 0.0
     mean, squares = zero_vectors(OPTIONS.only, OPTIONS), zero_vectors(OPTIONS.only, OPTIONS)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        kv_start, kv_len = load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
+        keys = load_keys(row, users, num_segments, OPTIONS)
         q, a = load_query(operands, strides, tl.cast(row, tl.int64), OPTIONS)
         of_row = of_query(mlp, q, a, operands, weights, OPTIONS)
-        for start in range(0, kv_len, OPTIONS.block):
-            events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
+        for start in range(0, keys.end, OPTIONS.block):
+            events = load_block(operands, strides, keys, start, OPTIONS)
             again = reread(of_row, start)
             z = first_layer(events, again, OPTIONS)
             if OPTIONS.only == 1:
                 h = activate(z, again, 0, ACTIVATION, OPTIONS)
                 z = second_layer(h, again, events.k.dtype, OPTIONS)
-            number = tl.minimum(kv_len - start, OPTIONS.block).to(tl.float32)
-            mean, squares = _joined(mean, squares, count, z, events.real, number)
+            if OPTIONS.mask is None:
+                number = tl.minimum(keys.length - start, OPTIONS.block).to(tl.float32)
+            else:
+                number = tl.sum(events.real.to(tl.float32), 0)
+            mean, squares = _joined(mean, squares, count, z, events.real, number, OPTIONS)
             count += number
     units: tl.constexpr = OPTIONS.hidden[OPTIONS.only]
     parts_ptr += tl.program_id(0) * (3 * units)
@@ -104,15 +110,20 @@ def din_moments_kernel(
 
 
 @triton.jit
-def _joined(mean, squares, count, z, real, number):
+def _joined(mean, squares, count, z, real, number, OPTIONS: tl.constexpr):
     """Mean and sum of squared deviations of `count` pairs, joined with those of a block of `number`
-    more."""
-    means, sums = (), ()
+    more. Under a mask both may be 0."""
+    means, sums, divisor = (), (), number
+    if OPTIONS.mask is not None:
+        divisor = tl.maximum(number, 1.0)
     for i in tl.static_range(len(z)):
-        of_block = tl.sum(tl.where(real[:, None], z[i], 0.0), 0) / number
+        of_block = tl.sum(tl.where(real[:, None], z[i], 0.0), 0) / divisor
         deviations = tl.where(real[:, None], z[i] - of_block[None, :], 0.0)
         difference = of_block - mean[i]
-        share = number / (count + number)
+        both = count + number
+        if OPTIONS.mask is not None:
+            both = tl.maximum(both, 1.0)
+        share = number / both
         means = means + (mean[i] + difference * share,)
         between = difference * difference * (count * share)
         sums = sums + (squares[i] + tl.sum(deviations * deviations, 0) + between,)

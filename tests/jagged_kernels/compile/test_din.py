@@ -10,10 +10,10 @@ from jagged_kernels.common.activations import activation_function
 from jagged_kernels.common.configs import padded_dim
 from jagged_kernels.din import hopper_forward, triton_backward, triton_forward
 from jagged_kernels.din.configs import din_config, hopper_config, pieces
-from jagged_kernels.din.mlp import Operands, Options, has_table
+from jagged_kernels.din.mlp import Operands, Options, Users, has_table
 
 from ..sass import disassembled, spilled_bytes
-from .ahead_of_time import compile_for, gluon_descriptor
+from .ahead_of_time import MASKS, compile_for, gluon_descriptor
 
 KERNELS = dict(
     fwd=triton_forward.din_fwd_kernel,
@@ -34,12 +34,13 @@ RESULTS = dict(
 # Bytes of a thread's registers in memory. Those of dmlp and dq are read between rows of q only.
 SPILLED = dict(fwd=0, moments=0, dmlp=120, dq=64, dkdv=160)
 SPILLED_BY_DICE = dict(fwd=0, moments=0, dmlp=320, dq=496, dkdv=104)
+SPILLED_UNDER_A_MASK = dict(fwd=0, moments=0, dmlp=680, dq=800, dkdv=104)  # by Dice
 by_name = pytest.mark.parametrize("name", [x for x in KERNELS if x != "hopper"])
 
 
 def compile_din(
     capability, name, dtype, activation="relu", hidden=(80, 40), width=64, softmax=False, only=-1,
-    align=8,
+    align=8, mask=None,
 ):  # fmt: skip
     """A compiled kernel, as op.py launches it. v is k."""
     by_size = tuple(map(pieces, hidden))
@@ -52,7 +53,7 @@ def compile_din(
         width=width, v_width=width, block_e=padded_dim(width), block_v=padded_dim(width),
         hidden=hidden, pieces=by_size, block=config.block, align=align,
         precision="bf16x6" if dtype == "fp32" else "tf32", units=units,
-        factors=(1.0, 1.0), softmax=softmax, same=True, only=only,
+        factors=(1.0, 1.0), softmax=softmax, same=True, only=only, mask=mask,
     )  # fmt: skip
     function = activation_function("sigmoid" if has_table(units) else activation, dtype == "bf16")
     element, layers = f"*{dtype}", len(hidden)
@@ -62,9 +63,10 @@ def compile_din(
         weights=(element,) * (layers + 1),
         biases=(element,) * layers,
         tables=("*fp32",) * (layers if has_table(units) else 0),
+        users=Users(
+            "*i64", "*i64", "*i32" if mask is not None and mask.has_targets else "constexpr"
+        ),
     )
-    if name == "hopper":
-        tuples["offsets"] = ("*i64",) * 2
     if name in RESULTS:
         argument = "results" if name in ("fwd", "hopper") else "gradients"
         tuples[argument] = tuple("*fp32" if x in FP32 else element for x in RESULTS[name])
@@ -74,8 +76,6 @@ def compile_din(
             return tuples[arg]
         if arg == "k_desc":
             return gluon_descriptor(dtype, [64, max(64, padded_dim(width))])
-        if arg.endswith("offsets_ptr"):
-            return "*i64"
         if arg.endswith("_ptr"):
             return "*fp32" if arg.removesuffix("_ptr") in FP32 else element
         return None
@@ -131,6 +131,18 @@ def test_large_fp32_sizes_fit_a_thread_block(name):
     only = 0 if name == "moments" else -1
     compiled = compile_din(90, name, "fp32", hidden=(80, 40), width=128, only=only)
     assert compiled.metadata.shared <= 227 * 1024
+
+
+@slow_after(1, "case", [(90, "hstu"), (90, "semi-local"), (80, "window"), (100, "hstu")], ids=str)
+@by_name
+def test_masks_compile(name, case):
+    """Rows of k that are seen are loaded 16 bytes at a time."""
+    (capability, mask), only = case, 0 if name == "moments" else -1
+    options = dict(softmax=True, only=only, mask=MASKS[mask])
+    compiled = compile_din(capability, name, "bf16", "dice", **options)
+    assert "cp.async.cg" in compiled.asm["ptx"] or "ld.global.v4" in compiled.asm["ptx"]
+    if capability == 90:
+        assert spilled_bytes(compiled.asm["cubin"]) <= SPILLED_UNDER_A_MASK[name]
 
 
 def test_passes_for_the_sums_of_one_layer_compile():

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from din_problem import ACTIVATIONS, problem
+from din_problem import ACTIVATIONS, MASKS, problem
 from marks import slow_after
 from torch import library
+
+from jagged_modules import AttentionMask
 
 FP32, FP16 = torch.float32, torch.float16
 
@@ -17,6 +19,21 @@ SEGMENTS = dict(candidates=[0, 3, 1, 3, 0] + [4] * 17, lengths=[1, 40, 3, 33, 5,
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_forward_and_gradients(check_din, activation, normalize):
     check_din(activation, FP32, "cpu", normalize=normalize, width=10, **SEGMENTS)
+
+
+@pytest.mark.parametrize("normalize", [None, "softmax"])
+@slow_after(1, "activation", ["dice", "silu"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(check_din, mask, activation, normalize):
+    """Blocks that no row sees, that some see, and rows that see nothing."""
+    options = dict(candidates=[0, 3, 0, 3, 3], lengths=[1, 3, 0, 35, 0], hidden=(5, 3), width=4)
+    check_din(activation, FP32, "cpu", normalize=normalize, mask=mask, **options)
+
+
+@slow_after(1, "mask", ["hstu", "truncated"])
+def test_masks_in_half_precision(check_din, mask):
+    options = dict(width=16, v_width=None, hidden=(40,), n_q=3, normalize="softmax", mask=mask)
+    check_din("sigmoid", FP16, "cpu", candidates=[0, 1], lengths=[3, 66], **options)
 
 
 @slow_after(2, "activation", ["sigmoid", "prelu", "dice", "relu"])
@@ -123,12 +140,19 @@ def test_operators_pass_opcheck():
     offsets, table = torch.tensor([0, 2, 3]), [torch.rand(7, 5)]
     q, k, a, of_k = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 5), torch.randn(5, 4)
     given = [q, k, a, of_k], [torch.randn(5, 4), torch.randn(1, 5)], [torch.randn(1)], table
-    rows = torch.randn(3)
+    rows, targets = torch.randn(3), torch.tensor([1, 0])
+    mask = list(AttentionMask(causal=True, num_targets=targets).params)
     for operator, arguments in (
         (op.triton_din, (*given, offsets, offsets, "dice", True)),
         (op.triton_din_moments, (*given, offsets, offsets, "dice", 0)),
         (op.triton_din_backward, (q, rows, rows, *given, offsets, offsets, "dice", True, -1)),
         (op.triton_din_backward, (q, rows, rows, *given, offsets, offsets, "dice", True, 0)),
+        (op.triton_din, (*given, offsets, offsets, "dice", True, mask, targets)),
+        (op.triton_din_moments, (*given, offsets, offsets, "dice", 0, mask, targets)),
+        (
+            op.triton_din_backward,
+            (q, rows, rows, *given, offsets, offsets, "dice", True, -1, mask, targets),
+        ),
     ):
         library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
