@@ -74,7 +74,7 @@ def similarity(together: torch.Tensor, neighbours: int, shrink: float) -> torch.
 def ease(together: torch.Tensor, penalty: float) -> torch.Tensor:
     """EASE: the linear model of each item by the others with the least squared error + penalty *
     squared weights, [items, items]."""
-    gram = together.clone()  # and what it becomes: as large as memory may allow
+    gram = together.clone()  # which each step overwrites: it may take 13 GB
     gram.diagonal().add_(penalty)
     torch.linalg.cholesky(gram, out=gram)
     torch.cholesky_inverse(gram, out=gram)  # half the work of inv

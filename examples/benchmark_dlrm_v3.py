@@ -195,7 +195,7 @@ class Server:
         self.score, self.most, self.complete = score, most, complete
         self.waiting: SimpleQueue[Any] = SimpleQueue()
         self.failure: Exception | None = None
-        self.thread = Thread(target=self._run)
+        self.thread = Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def issue(self, queries: list[Any]) -> None:
