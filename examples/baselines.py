@@ -74,11 +74,12 @@ def similarity(together: torch.Tensor, neighbours: int, shrink: float) -> torch.
 def ease(together: torch.Tensor, penalty: float) -> torch.Tensor:
     """EASE: the linear model of each item by the others with the least squared error + penalty *
     squared weights, [items, items]."""
-    gram = together.clone()
+    gram = together.clone()  # which each step overwrites: it may take 13 GB
     gram.diagonal().add_(penalty)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))  # half the work of inv
-    weights = inverse / -inverse.diagonal()
-    return weights.fill_diagonal_(0)
+    torch.linalg.cholesky(gram, out=gram)
+    torch.cholesky_inverse(gram, out=gram)  # half the work of inv
+    gram /= -gram.diagonal().clone()
+    return gram.fill_diagonal_(0)
 
 
 def popularity(together: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 An HSTU reads each user's events and, behind them, the candidates, which see the events but not one
 another. Tables are smaller than MLPerf's (--ids), ids and lengths are random: it is not an official
-result. mlperf_serving.py runs MLPerf's LoadGen on a trained ranker.
+result. --qps 500 1000 runs MLPerf's LoadGen at these rates, in the Server scenario, with and
+without cached histories; mlperf_serving.py runs it on a trained ranker.
 
 Prints training samples/s (a sample is a candidate), step time and peak memory, and the time of a
 batch of requests: eager, replayed from CUDA graphs, and with cached histories. Times are wall times
@@ -15,11 +16,15 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, NamedTuple
 
+import mlperf_scenario
 import torch
 from torch import nn
 from torch.nn import functional
@@ -67,6 +72,18 @@ class Batch(NamedTuple):
     num_targets: torch.Tensor
     targets: torch.Tensor
     labels: torch.Tensor
+
+
+def joined(batches: list[Batch], device: torch.device) -> Batch:
+    """The users of several batches, in one on the device."""
+    starts = torch.tensor([0, *(len(x.ids) for x in batches)]).cumsum(0)
+    moved = [
+        x._replace(offsets=x.offsets[:-1] + start, targets=x.targets + start)
+        for x, start in zip(batches, starts)
+    ]
+    fields = [torch.cat(each) for each in zip(*moved)]
+    whole = Batch(*fields)._replace(offsets=torch.cat([fields[2], starts[-1:]]))
+    return Batch(*(x.to(device) for x in whole))
 
 
 def random_batch(events: torch.Tensor, candidates: int, options: argparse.Namespace) -> Batch:
@@ -161,6 +178,87 @@ def measure_inference(options: argparse.Namespace) -> dict[str, float]:
     return {name: 1e3 * x for name, x in time_steps(ways, requests, options.device).items()}
 
 
+class Server:
+    """Answers queries in a thread of its own: as many at once as wait, at most `most`.
+
+    Args:
+        score: logits of the queries with these indices, on any device.
+        complete: is told the ids of the queries that are answered.
+    """
+
+    def __init__(
+        self,
+        score: Callable[[list[int]], torch.Tensor],
+        most: int,
+        complete: Callable[[list[int]], None],
+    ):
+        self.score, self.most, self.complete = score, most, complete
+        self.waiting: SimpleQueue[Any] = SimpleQueue()
+        self.failure: Exception | None = None
+        self.thread = Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def issue(self, queries: list[Any]) -> None:
+        for query in queries:
+            self.waiting.put(query)
+
+    def close(self) -> None:
+        """Waits for what is left. Raises what a batch raised last."""
+        self.waiting.put(None)
+        self.thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        while (query := self.waiting.get()) is not None:
+            batch = [query]
+            while len(batch) < self.most and not self.waiting.empty():
+                batch.append(self.waiting.get())
+            if batch[-1] is None:
+                self.waiting.put(batch.pop())
+            try:
+                self.score([x.index for x in batch]).cpu()
+            except Exception as error:  # LoadGen waits until each query is complete
+                self.failure = error
+            self.complete([x.id for x in batch])
+
+
+@torch.inference_mode()
+def measure_server(options: argparse.Namespace) -> dict[str, list[dict[str, str]]]:
+    """LoadGen's summaries in bfloat16, for each rate of queries, by how they are computed."""
+    model, device = Ranker(options).to(torch.bfloat16).eval(), options.device
+    events = torch.full((1,), options.history)
+    queries = [
+        Batch(*(x.cpu() for x in random_batch(events, options.candidates, options)))
+        for _ in range(options.samples)
+    ]
+    history = random_batch(events.expand(options.samples), 0, options)
+    row = 4 * options.width * options.layers  # bytes of keys and values
+    pages = options.samples * (2 + options.history // 128)
+    cache = jm.PagedHistoryCache(model.hstu, max_bytes=128 * row * pages, page_rows=128)
+    cache.put(list(range(options.samples)), jm.Jagged(model.rows(history), history.offsets))
+
+    def batch(indices: list[int]) -> Batch:
+        return joined([queries[i] for i in indices], device)
+
+    ways: dict[str, Callable[[list[int]], torch.Tensor]] = {
+        "eager": lambda indices: model(batch(indices)),
+        "cached": lambda indices: model.score_cached(
+            model.hstu, cache.select(indices), batch(indices)
+        ),
+    }
+    results: dict[str, list[dict[str, str]]] = {name: [] for name in ways}
+    for name, score in ways.items():
+        score(list(range(min(options.requests, options.samples))))
+        for qps in options.qps:
+            server = Server(score, options.requests, mlperf_scenario.complete)
+            folder = options.out.parent / f"loadgen-{name}-{qps:g}"
+            results[name].append(mlperf_scenario.serve(server.issue, qps, options, folder))
+            server.close()
+    return results
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n\n")[0], formatter_class=HelpFormatter
@@ -172,13 +270,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(flag, type=int, default=argparse.SUPPRESS, help=text)
     parser.add_argument("--seed", type=int, default=0, help="seed of batches and parameters")
     parser.add_argument(
+        "--qps", type=float, nargs="+", default=[], help="queries per second of LoadGen's runs"
+    )
+    mlperf_scenario.add_options(parser, samples=256, seconds=10)
+    parser.add_argument(
         "--out", type=Path, default=Path("runs/benchmark_dlrm_v3.json"), help="results"
     )
     options = parser.parse_args(arguments)
     options.device = pick_device(options.device)
     for name, (on_gpu, on_cpu, _) in SIZES.items():
         vars(options).setdefault(name, on_gpu if options.device.type == "cuda" else on_cpu)
-    check_at_least_1(parser, options, SIZES)
+    check_at_least_1(parser, options, (*SIZES, "samples"))
     return options
 
 
@@ -192,6 +294,8 @@ def commit() -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
+    if options.qps:
+        mlperf_scenario.require("benchmark_dlrm_v3")
     torch.manual_seed(options.seed)
     device = options.device
     on_gpu = device.type == "cuda"
@@ -205,6 +309,9 @@ def main(arguments: list[str] | None = None) -> None:
         "training": measure_training(options),
         "inference_ms": measure_inference(options),
     }
+    if options.qps:
+        limits = {name: getattr(options, name) for name in ("limit_ms", "seconds", "samples")}
+        report["server"] = {**limits, **measure_server(options)}
     training = report["training"]
     print(
         f"training, {training['rows']:,.0f} rows: {training['step_ms']:.2f} ms,"
@@ -213,6 +320,10 @@ def main(arguments: list[str] | None = None) -> None:
     for name, ms in report["inference_ms"].items():
         rate = 1e3 * options.requests / ms
         print(f"requests, {name}: {ms:.2f} ms, {rate:,.0f} requests/s")
+    for name in ("eager", "cached") if options.qps else ():
+        for run in report["server"][name]:
+            facts = ", ".join(f"{key} {value}" for key, value in run.items())
+            print(f"LoadGen's Server scenario, {name}: {facts}")
     save_json(options.out, report)
 
 

@@ -39,7 +39,8 @@ PACKAGE = {
             return torch.cat(outs)
     """,
 }
-CASE = leaderboard.make_cases("cpu", True)[0]
+CASES = leaderboard.make_cases("cpu", True)
+CASE, OTHER, *_ = [case for case in CASES if case.table == leaderboard.ATTENTION]
 FAST = ["--rounds", "1", "--pause", "0", "--warmup", "0", "--rep", "0.1"]
 
 
@@ -104,12 +105,12 @@ def test_a_missing_peer_is_not_started_again(peer):
     row = {"status": "unavailable: ModuleNotFoundError: No module named 'x'"}
     one = peer(f"import json; input(); print(json.dumps([{row}]))", 60)
     assert one.measure(CASE) == [row]
-    (again,) = one.measure(leaderboard.make_cases("cpu", True)[1])
+    (again,) = one.measure(OTHER)
     assert again["status"] == row["status"] and one.process is None
 
 
 def test_every_implementation_has_a_process():
-    for case in leaderboard.make_cases("cpu", True):
+    for case in CASES:
         assert set(case.setup().implementations) - {bench_layers.MODULES} <= set(
             leaderboard.PEERS[case.table]
         )
@@ -136,6 +137,10 @@ def test_the_summary_compares_with_the_fastest_that_computes_the_same():
     assert line.endswith(f"forward_ms: {leaderboard.OURS} is 1.25 × {leaderboard.META_TMA}")
 
 
-def test_published_rows_have_cases():
-    names = {case.name for case in leaderboard.make_cases("cpu", False)}
+def test_cases_are_in_order_and_published_rows_have_some():
+    """A run that is stopped has layers and attention of full segments first."""
+    cases = leaderboard.make_cases("cpu", False)
+    assert [case.table for case in cases[:7]] == [leaderboard.LAYER] * 6 + [leaderboard.ATTENTION]
+    assert len({(case.table, case.name) for case in cases}) == len(cases)
+    names = {case.name for case in cases}
     assert {f"B{b} N{n} D{d}" for b, n, d in leaderboard.PUBLISHED} <= names

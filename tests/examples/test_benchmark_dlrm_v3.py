@@ -1,6 +1,8 @@
-"""The ranker of benchmark_dlrm_v3.py: cached histories give the same logits; the program."""
+"""The ranker of benchmark_dlrm_v3.py: cached histories and joined batches give the same logits; the
+program."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +29,53 @@ def test_cached_histories_and_the_gradient_of_tables():
     assert not batch.actions[batch.targets].any() and batch.actions[is_event].all()
     expected.sum().backward()
     assert set(model.ids.weight.grad.coalesce().indices()[0].tolist()) == set(batch.ids.tolist())
+
+
+def test_joined_batches():
+    torch.manual_seed(0)
+    options = bench.parse_arguments(["--device", "cpu"])
+    model = bench.Ranker(options).double()
+    batches = [
+        bench.random_batch(torch.tensor(events), 4, options) for events in ([3, 0], [5], [1, 2])
+    ]
+    whole = bench.joined(batches, options.device)
+    torch.testing.assert_close(model(whole), torch.cat([model(x) for x in batches]))
+    assert whole.offsets.tolist() == [0, 8, 13, 23, 29, 36]
+
+
+def test_a_server_answers_each_query_once():
+    scored, answered = [], []
+
+    def score(indices: list[int]) -> torch.Tensor:
+        scored.append(indices)
+        return torch.zeros(len(indices))
+
+    server = bench.Server(score, 3, answered.extend)
+    server.issue([SimpleNamespace(index=i, id=10 + i) for i in range(8)])
+    server.close()
+    assert sum(scored, []) == list(range(8)) and answered == list(range(10, 18))
+    assert max(map(len, scored)) <= 3
+
+
+def test_queries_of_a_failed_batch_are_complete():
+    answered: list[int] = []
+    server = bench.Server(lambda indices: 1 / 0, 3, answered.extend)
+    server.issue([SimpleNamespace(index=0, id=7)])
+    with pytest.raises(ZeroDivisionError):
+        server.close()
+    assert answered == [7]
+
+
+@pytest.mark.slow
+def test_a_server_under_loadgen(tmp_path, capsys):
+    pytest.importorskip("mlperf_loadgen", reason="needs the package mlcommons-loadgen")
+    out = tmp_path / "results.json"
+    options = ["--qps", "50", "--seconds", "1", "--samples", "5", "--limit-ms", "5000"]
+    bench.main(["--device", "cpu", "--batches", "1", *options, "--out", str(out)])
+    server = json.loads(out.read_text())["server"]
+    for runs in (server["eager"], server["cached"]):
+        assert runs[0]["result"] in ("VALID", "INVALID") and int(runs[0]["p99 ns"]) > 0
+    assert "Server scenario, cached" in capsys.readouterr().out
 
 
 def test_the_program(tmp_path, capsys, monkeypatch):

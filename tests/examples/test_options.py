@@ -81,11 +81,15 @@ def test_programs_are_found():
 
 @pytest.mark.parametrize(
     ("program", "package", "options"),
-    [("serving_ray", "ray", []), ("mlperf_serving", "mlperf_loadgen", ["--qps=1"])],
+    [
+        ("serving_ray", "ray", ["--weights=any.pt"]),
+        ("mlperf_serving", "mlperf_loadgen", ["--weights=any.pt", "--qps=1"]),
+        ("benchmark_dlrm_v3", "mlperf_loadgen", ["--qps=1"]),
+    ],
 )
 def test_a_missing_package_ends_with_one_line(program, package, options, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(sys, "argv", [program, "--weights", "any.pt", *options])
+    monkeypatch.setattr(sys, "argv", [program, *options])
     with pytest.raises(
         SystemExit, match=rf'^{program}: \w+ is not installed: pip install "\.\[serve-more\]"$'
     ):
