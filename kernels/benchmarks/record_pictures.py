@@ -1,5 +1,5 @@
-"""The pictures of the record: speed-up ladders, TFLOP/s against length, % of floor, latency against
-candidates per user.
+"""The pictures of the record: speed-up ladders, TFLOP/s against length and on real lengths, % of
+floor, latency against candidates per user.
 
 Points without a measurement are left out; the record's tables say "missing".
 """
@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import length_gaps
 import report
 from names import DENSE, DENSE_FLASH, INPUT_REPLICATED, NO_WORKSPACE, OURS, PORTABLE, UNFUSED
 
@@ -126,8 +127,9 @@ def ladders(figure, rows: list[dict]) -> None:
 
 
 def lengths(figure, rows: list[dict]) -> None:
+    *panels, of_files = figure.subplots(4, 1)
     for axes, (table, op, pattern, value, title) in zip(
-        figure.subplots(3, 1),
+        panels,
         (
             (
                 "target attention",
@@ -155,6 +157,25 @@ def lengths(figure, rows: list[dict]) -> None:
         points = series(rows, op, table, pattern, value)
         points.pop(NO_WORKSPACE, None)  # its forward is the same
         draw_lines(axes, points, title, "maximum length, rows", "TFLOP/s", wide=True)
+    real_lengths(of_files, rows)
+
+
+def real_lengths(axes, rows: list[dict]) -> None:
+    """How much faster synthetic lengths are than those of files, after GDPA's Figures 2 and 11."""
+    gaps = []
+    for gap in length_gaps.length_gaps(rows, "uniform"):
+        file, *_, head_dim = gap["case"].split()
+        name = NAMES.get(gap["implementation"], gap["implementation"])
+        for key, title in length_gaps.PASSES.items():
+            case = f"{file} {head_dim}, {title}"
+            gaps.append({"case": case, "implementation": name, "gap": gap[key]})
+    names = dict.fromkeys(gap["implementation"] for gap in gaps)
+    if gaps:
+        report.draw_bars(axes, gaps, "gap", 1, {name: f"C{i}" for i, name in enumerate(names)})
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_title("self-attention, lengths of public logs")
+    axes.set_ylabel("TFLOP/s, uniform\nover real lengths")
 
 
 def floors(figure, rows: list[dict]) -> None:
@@ -211,7 +232,7 @@ def peers(figure, rows: list[dict]) -> None:
 PICTURES = {  # file -> function that draws it, size in inches, of which pages have about nine
     "peers.png": (peers, (9, 4.2)),
     "ladders.png": (ladders, (9, 4.2)),
-    "lengths.png": (lengths, (8, 9)),
+    "lengths.png": (lengths, (8, 12)),
     "floors.png": (floors, (8, 10)),
     "candidates.png": (candidates, (7, 5.2)),
 }

@@ -1,11 +1,17 @@
 """Tables of the record without published figures: this project's own operators and settings."""
 
+import bench_attention
 import bench_layers
+import bench_levels
+import bench_linear_compress
+import bench_user_blocks
 import leaderboard
 import stu
+import torch
 from bench_gdpa import FLEX
 from headline import Column, Headline, Row
-from names import FA2, INVARIANT, OURS, PORTABLE
+from names import DENSE_FLASH, FA2, INVARIANT, OURS, PORTABLE
+from runner import Case
 
 MS = "forward_ms/forward_backward_ms"
 TFLOPS = "forward_tflops/backward_tflops"
@@ -36,6 +42,16 @@ def board(key: str, table: str, caveat: str, columns: dict[str, str], peaks: dic
         ],
         rows=rows,
     )
+
+
+def with_memory(heading: str, name: str) -> tuple[Column, Column]:
+    """Columns of an implementation: its times, and the peak of forward + backward."""
+    return Column(heading, MS, name), Column(f"MB, {heading}", PEAK, name)
+
+
+def of_cases(cases: list[Case]) -> dict:
+    """The table and the rows of a benchmark's cases."""
+    return dict(table=cases[0].table, rows=[Row(case.name, case.name) for case in cases])
 
 
 TABLES = [
@@ -156,6 +172,76 @@ TABLES = [
             Column("this project, one launch", MS, OURS),
         ],
         rows=[Row(f"N={n}", f"history 1..{n}, 512 candidates") for n in (512, 1024, 2048)],
+    ),
+    Headline(
+        key="many_candidates",
+        title="Target attention: 10,000 candidates and more",
+        source=SOURCE,
+        published=(
+            "ms, forward / forward + backward, 1 to 1,000 users with histories of 128 rows, H=2,"
+            " D=64, bf16."
+        ),
+        caveat=(
+            '"Folded": a user\'s candidates are one query sequence. The replicated form adds the'
+            " gradients of a user's copies in bf16, which is inaccurate for very many."
+        ),
+        op="attention",
+        columns=[
+            Column("replicated", MS, "replicate + SDPA cuDNN"),
+            Column("FA2, folded", MS, f"{FA2}, folded"),
+            Column("cuDNN, folded", MS, "SDPA cuDNN, folded"),
+            Column("portable", MS, PORTABLE),
+            Column("this project", MS, OURS),
+        ],
+        **of_cases(bench_attention.many_candidates("cuda", torch.bfloat16)),
+    ),
+    Headline(
+        key="many_compressed",
+        title="Linear compression: 10,000 candidates and more",
+        source=SOURCE,
+        published=(
+            "ms, forward / forward + backward, 1 to 1,000 users, M=N=128, K = 256 + 128, fp16."
+        ),
+        caveat='"Two levels" splits the users\' part in two, of equal work in total.',
+        op="linear_compress",
+        columns=[
+            Column("decomposed", MS, "decomposed"),
+            Column("padded", MS, "padded"),
+            Column("this project, two levels", MS, bench_linear_compress.THREE_LEVELS),
+            Column("this project", MS, OURS),
+        ],
+        **of_cases(bench_linear_compress.many_cases("cuda", torch.float16)),
+    ),
+    Headline(
+        key="levels",
+        title="Target attention to histories of two levels",
+        source=SOURCE,
+        published="ms, forward / forward + backward, and MB, H=4, D=64, lognormal histories, bf16.",
+        caveat="The others copy both histories for each item, in the measured call.",
+        op="levels",
+        columns=[
+            *with_memory("padded flash", DENSE_FLASH),
+            *with_memory("a copy for each item", bench_levels.COPIES),
+            *with_memory("this project", OURS),
+        ],
+        **of_cases(bench_levels.make_cases("cuda", False)),
+    ),
+    Headline(
+        key="user_blocks",
+        title="Layers of histories and features",
+        source=SOURCE,
+        published=(
+            "ms, forward / forward + backward, and MB: PFFN, seed pooling, two layers of"
+            " InterFormer and of Kunlun, lognormal histories, bf16 autocast, fp32 rows."
+        ),
+        caveat="The padded forms have the same parameters; histories are padded beforehand.",
+        op="user_blocks",
+        columns=[
+            *with_memory("padded, compiled", bench_user_blocks.PADDED),
+            *with_memory("this project", OURS),
+            *with_memory("compiled", bench_user_blocks.COMPILED),
+        ],
+        **of_cases(bench_user_blocks.make_cases("cuda", False)),
     ),
     Headline(
         key="batch_invariant",

@@ -4,6 +4,7 @@ import json
 
 import length_gaps
 import pytest
+import record_pictures
 from bench_everyday import MEASURED
 
 
@@ -38,6 +39,15 @@ def test_the_picture_is_drawn_from_runs(tmp_path):
     run.write_text(json.dumps({"rows": ROWS}))
     assert length_gaps.main([str(run), "--out", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_record_draws_the_gaps_of_uniform_lengths():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    record_pictures.real_lengths(axes, ROWS)
+    labels = [x.get_text() for x in axes.get_xticklabels()]
+    assert labels == ["shop D64, forward", "shop D64, forward + backward"]
+    assert [bar.get_height() for bar in axes.patches] == [1.5, 1.25, 4.0]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ import bench_bias
 import bench_block_attention
 import bench_gdpa
 import bench_jagged_ops
+import bench_levels
 import bench_linear_compress
+import bench_user_blocks
 import headline
 import leaderboard
 import pytest
@@ -33,7 +35,9 @@ BENCHES = {
     "gdpa": bench_gdpa,
     "jagged_ops": bench_jagged_ops,
     "leaderboard": leaderboard,
+    "levels": bench_levels,
     "linear_compress": bench_linear_compress,
+    "user_blocks": bench_user_blocks,
 }
 DATE = "2026-11-21"
 RESULTS = Path(record.__file__).parent / "results"

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -13,6 +15,7 @@ HIERARCHIES = {  # of each level: histories' lengths; candidates
     "three": ([[70, 3], [5, 1, 0, 129], [2, 2, 0, 1, 1]], 16),
     "one to one": ([[3] * 6, [1, 5, 2, 0, 4, 8]], 6),
     "one user": ([[150], [6] * 20], 100),
+    "10,000 to one": ([[9], [4, 0]], 10_000),
     "empty level": ([[0, 0], [3, 0, 2]], 7),
     "no histories": ([[0], [0, 0]], 3),
     "no candidates": ([[4], [2, 3]], 0),
@@ -24,12 +27,13 @@ class Case:
 
     def __init__(self, name, order="any", heads=(2, 2), dims=(8, 8), rows=2, seed=0):
         generator = torch.Generator().manual_seed(seed)
-        self.lengths, count = HIERARCHIES[name]
+        self.lengths, count = HIERARCHIES[name] if isinstance(name, str) else name
         self.maps = [torch.randint(len(x), (count,), generator=generator) for x in self.lengths]
         if order == "one to one":
             self.maps = [torch.randperm(count, generator=generator) for _ in self.lengths]
         elif order == "grouped":
             self.maps = [x.sort().values for x in self.maps]
+        self.candidates = self.maps
 
         def randn(*shape):
             return torch.randn(*shape, dtype=torch.float64, generator=generator)
@@ -44,7 +48,7 @@ class Case:
         operands = self.q, *self.k, *self.v
         tensors = [x.clone().to(device, dtype).requires_grad_() for x in operands]
         n = len(self.k)
-        maps, offsets = ([x.to(device) for x in y] for y in (self.maps, self.offsets))
+        maps, offsets = ([x.to(device) for x in y] for y in (self.candidates, self.offsets))
         out = F.target_attention(
             tensors[0], tensors[1 : 1 + n], tensors[1 + n :], maps, offsets, **options
         )
@@ -119,6 +123,35 @@ def assert_same(found, expected, tolerance=1e-12):
 def test_joint_levels_are_one_history(name, order):
     order = "one to one" if name == "one to one" else order
     case = Case(name, order, heads=(4, 2))
+    out, *grads = case.run()
+    tensors = [x.clone().requires_grad_() for x in (case.q, *case.k, *case.v)]
+    expected = case.definition(*tensors)
+    assert_same([out, *grads], [expected, *_gradients(expected, tensors, case.do)])
+
+
+lengths_of_a_level = st.lists(st.integers(0, 5), min_size=1, max_size=6)
+
+
+@given(
+    st.lists(lengths_of_a_level, min_size=1, max_size=4), st.integers(0, 12), st.integers(0, 2**16)
+)
+def test_random_hierarchies(lengths, count, seed):
+    """Each parent has one in the next coarser level; the levels come in any order."""
+    case, generator = Case((lengths, count), heads=(2, 1), seed=seed), torch.Generator()
+    generator.manual_seed(seed)
+    sizes = [len(x) for x in lengths]
+    index = jm.CandidateIndex.from_map(case.maps[-1], sizes[-1])
+    case.candidates = [index]
+    for coarser, finer in zip(sizes[-2::-1], sizes[:0:-1]):
+        parents = torch.randint(coarser, (finer,), generator=generator)
+        if seed % 2:
+            parents = parents.sort().values
+        index = jm.CandidateIndex.from_map(parents, coarser).compose(index)
+        case.candidates.insert(0, index)
+    order = torch.randperm(len(sizes), generator=generator).tolist()
+    for name in ("lengths", "candidates", "k", "v", "offsets"):
+        setattr(case, name, [getattr(case, name)[i] for i in order])
+    case.maps = [x.candidate_to_user for x in case.candidates]
     out, *grads = case.run()
     tensors = [x.clone().requires_grad_() for x in (case.q, *case.k, *case.v)]
     expected = case.definition(*tensors)
@@ -408,8 +441,8 @@ def test_self_target_layer():
     alone = [
         layer(x, batch.targets, index)[0] for x, index in zip(batch.histories, batch.candidates)
     ]
-    for (values, offsets), (expected, given) in zip(histories, alone, strict=True):
-        assert offsets is given
+    for (values, offsets), (expected, own_offsets) in zip(histories, alone, strict=True):
+        assert offsets is own_offsets
         torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
     _, expected = layer(batch.joined(), batch.targets, torch.arange(len(batch.targets)))
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
