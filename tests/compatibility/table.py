@@ -164,6 +164,11 @@ FEATURES = {  # by the file of their tests
             Feature(f"DMP, {plan}", "The same with this plan.")
             for plan in ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard")
         ),
+        Feature(
+            "DMPCollection",
+            "The same with row-wise tables in two replicas, which `sync` after each step.",
+            gpu=True,
+        ),
         *(
             Feature(name, "The same with row-wise tables and this pipeline.")
             for name in (
@@ -191,6 +196,12 @@ FEATURES = {  # by the file of their tests
         Feature(
             "MPZCH, evaluation",
             "`HashZchManagedCollisionModule` maps ids to rows. Results equal those of these rows.",
+        ),
+        Feature(
+            "MPZCH, training",
+            "The same in training: ids that it enters keep their rows. Three steps equal those of the"
+            " model without it, on these rows.",
+            gpu=True,
         ),
         Feature(
             "TorchRec quantisation",
