@@ -19,6 +19,7 @@ from .lineage import Size, size_of
 
 LARGE_BATCHES = [2**i + j for i in range(10, 32) for j in (-1, 0, 1)]
 MAP_NAME = "candidate_to_user"
+COPIES_OF_CONSTANTS = torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.clone.default
 
 
 @dataclass
@@ -132,6 +133,7 @@ def captured_from(
     module._forward_pre_hooks.clear()
     module._forward_hooks.clear()
     _drop_assertions(module.graph)
+    _read_numbers(module)
     hints, labels = dict[Size, int](), dict[Size, str]()
     names, inputs = _input_names(model, args, kwargs), dict[str, list[fx.Node]]()
     for name, node in zip(names, module.graph.find_nodes(op="placeholder")):
@@ -157,6 +159,30 @@ def _drop_assertions(graph: fx.Graph) -> None:
             and condition.args[1] == 2
         ):
             graph.erase_node(node)
+
+
+def _read_numbers(module: fx.GraphModule) -> None:
+    """Replace fills with a constant without dimensions, as `torch.tensor(-1e9)`, by fills with its
+    number. torch.export has names of its own for constants of the code, unlike for buffers."""
+    aten = torch.ops.aten
+    fills: dict[Any, tuple[Any, int]] = {
+        aten.masked_fill.Tensor: (aten.masked_fill.Scalar, 0),
+        aten.where.self: (aten.where.ScalarOther, 1),
+    }
+    for node in module.graph.nodes:
+        if node.target not in fills:
+            continue
+        target, position = fills[node.target]
+        *given, value = node.args
+        while isinstance(value, fx.Node) and value.target in COPIES_OF_CONSTANTS:
+            value = value.args[0]
+        if not isinstance(value, fx.Node) or value.op != "get_attr":
+            continue
+        path, _, name = str(value.target).rpartition(".")
+        constant = getattr(module.get_submodule(path), name)
+        keeps_dtype = node.meta["val"].dtype == given[position].meta["val"].dtype
+        if name.startswith("lifted_tensor_") and not constant.dim() and keeps_dtype:
+            node.target, node.args = target, (*given, constant.item())
 
 
 def bound_inputs(

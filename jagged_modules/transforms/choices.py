@@ -26,7 +26,9 @@ ARITHMETIC: dict[Any, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 NOTS = aten.bitwise_not.default, aten.logical_not.default
 TO_NUMBERS = aten._to_copy.default
-FILLS = aten.masked_fill.Scalar, aten.where.ScalarOther, aten.where.self
+FILLS = (
+    aten.masked_fill.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.self
+)  # fmt: skip
 ONES = aten.ones_like.default, aten.ones.default, aten.new_ones.default
 FULL = aten.full_like.default, aten.full.default, aten.new_full.default
 
@@ -37,7 +39,7 @@ class Choice(NamedTuple):
     Attributes:
         mask: the bool tensor that chooses. None: both numbers are the same.
         if_false, if_true: the numbers.
-        constants: the operators that make tensors of one number.
+        constants: the operators that make a tensor of one number.
     """
 
     mask: fx.Node | None
@@ -80,9 +82,11 @@ def choice(x: Any) -> Choice | None:
 def fill_of(x: fx.Node) -> tuple[Any, Any, Any, bool]:
     """The operand of one of FILLS, the mask, what replaces elements, and whether True keeps one."""
     given = bind(x)
-    if "condition" in given:
-        return given["self"], given["condition"], given["other"], True
-    return given["self"], given["mask"], given["value"], False
+    if "condition" not in given:
+        return given["self"], given["mask"], given["value"], False
+    x, fill = given["self"], given["other"]
+    is_fill = choice(x) is not None and choice(fill) is None
+    return (fill, given["condition"], x, False) if is_fill else (x, given["condition"], fill, True)
 
 
 def _filled(x: fx.Node) -> Choice | None:
@@ -92,8 +96,7 @@ def _filled(x: fx.Node) -> Choice | None:
         return None
     if kept.mask or other.mask:
         return None
-    constants = (*kept.constants, *other.constants)
-    found = Choice(chosen.mask, other.if_true, kept.if_true, constants)
+    found = Choice(chosen.mask, other.if_true, kept.if_true)
     return found if keeps == (chosen.if_true == 1) else found.swapped()
 
 
@@ -102,9 +105,9 @@ def _joined(
 ) -> Choice | None:
     if a is None or b is None or len({a.mask, b.mask} - {None}) > 1:
         return None
-    constants = (*a.constants, *b.constants, *([] if a.mask or b.mask else [x]))
+    mask, constants = a.mask or b.mask, (*a.constants, *b.constants, x)
     numbers = operation(a.if_false, b.if_false), operation(a.if_true, b.if_true)
-    return Choice(a.mask or b.mask, *numbers, constants)
+    return Choice(mask, *numbers, () if mask else constants)
 
 
 def is_mask(x: Any) -> bool:

@@ -3,8 +3,8 @@
     s = MLP([q | k | q - k | q ∘ k])        for each pair of candidate and event
     out = Σ s v    or    Σ softmax(s) v     over the events that a mask shows
 
-Libraries write k - q too, a batch norm behind each linear, a factor of the scores, and hide events
-from the softmax by a large negative number: a user without events then gets the mean of all values.
+Libraries have a batch norm behind each linear and a factor of the scores, too, and hide events from
+the softmax by a large negative number: a user without events then gets the mean of all values.
 
 If events and mask are G[map], `din_attention` reads their bases. Operators on rows of pairs are
 compared by the order of their elements, which views keep: element b · T + t is of event t.
@@ -289,7 +289,6 @@ class _Reader:
         added = choice(term)
         if added is None or added.mask is None or call["alpha"] != 1 or not is_tensor(x):
             return scores, None
-        self.seen += added.constants
         shown, number = sorted((added.if_false, added.if_true), key=abs)
         number = number if scores.target is aten.add.Tensor else -number
         hidden = _Hidden(added.mask, added.if_true == 0, number)
@@ -475,8 +474,7 @@ class _Reader:
             names.append(name or ("k" if order[0] else "q"))
             for y, is_key in sides:
                 (keys if is_key else queries).add(y)
-        different = len({*names}) == len(names) and not {"q-k", "k-q"}.issubset(names)
-        _need(len(keys) == len(queries) == 1 and different)
+        _need(len(keys) == len(queries) == 1 and len({*names}) == len(names))
         (query,), (key,) = queries, keys
         _need(shape_of(query.meta["val"]) in ((self.batch, 1, width), (self.batch, width)))
         _need(shape_of(key.meta["val"]) == (self.batch, self.events, width))

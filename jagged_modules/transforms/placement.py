@@ -181,13 +181,17 @@ class Costs:
             x: self.share(fusion.lineage or self.analysis.lineages.get(x)) for x in fusion.operands
         }
         read = sum(self.bytes(x) * shares.get(x, 1.0) for x in fusion.inputs)
-        flops += sum(map(self._fused_flops, fusion.products))
         if not isinstance(fusion, DINAttention):
+            flops += sum(map(self._fused_flops, fusion.products))
             return self.of(node, flops, read + self.bytes(node))
-        # the first linear multiplies q ∘ k alone
-        features = len(fusion.mlp["features"])
-        flops -= self._fused_flops(fusion.products[0]) * (1 - 1 / features)
-        cost = self.of(node, flops, read + self.bytes(node))
+        # each product at its own rate; the first linear multiplies q ∘ k alone
+        shares_of = [1 / len(fusion.mlp["features"]), *[1.0] * len(fusion.products)]
+        products = [
+            self.of(x, self._fused_flops(x) * share, 0)
+            for x, share in zip(fusion.products, shares_of)
+        ]
+        total = sum(products, self.of(node, 0, read + self.bytes(node)))
+        cost = replace(total, kernels=1, starts=total.starts / total.kernels)
         if node.meta["val"].device.type != "cpu":
             return cost
         # in chunks that stay in a cache; a kernel has them in registers

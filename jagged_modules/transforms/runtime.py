@@ -330,6 +330,7 @@ def attend_by_mlp_in_place(
     eps: float,
     activation: str,
     normalize: str | None,
+    features: list[str],
     mean_of_hidden: bool,
     one_row: bool,
     **mlp: Any,
@@ -343,7 +344,7 @@ def attend_by_mlp_in_place(
         units: arguments of `UnitParameters`, without any if the activation has none. A slope may be
             one number for all units, or have more dimensions of size 1.
         eps: of the batch norms in Dice.
-        activation, normalize: of `din_attention`.
+        activation, normalize, features: of `din_attention`.
         mean_of_hidden: whether a softmax of no visible keys gives the mean of all values, because
             they were hidden by a finite number. Otherwise NaN.
         one_row: whether the result keeps the dimension of size 1.
@@ -361,7 +362,7 @@ def attend_by_mlp_in_place(
         rows, offsets = visible_first(hidden)
         v = v.index_select(0, rows)
         k = v if value is key else k.index_select(0, rows)
-    weights, biases, features = _linears(**mlp)
+    weights, biases = _linears(**mlp)
     parameters = None
     if units:
         slopes = [x.flatten().expand(len(y)) for x, y in zip(units["slopes"], weights)]
@@ -384,15 +385,13 @@ def _linears(
     weights: list[Tensor],
     biases: list[Tensor | None],
     norms: list[dict[str, Any] | None],
-    features: list[str],
     factor: float,
-) -> tuple[list[Tensor], list[Tensor], list[str]]:
-    """The linears and the features that `din_attention` takes.
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The linears that `din_attention` takes.
 
     Args:
         biases: None: of zeros.
         norms: arguments of the batch norms in eval mode that follow the linears.
-        features: "k-q" besides those of `din_attention`.
         factor: of the last linear's results.
     """
     biases_or_zeros = [
@@ -400,10 +399,6 @@ def _linears(
         for weight, bias in zip(weights, biases)
     ]
     pairs = list(zip(weights, biases_or_zeros))
-    if "k-q" in features:
-        parts = weights[0].chunk(len(features), 1)
-        parts = [-x if name == "k-q" else x for x, name in zip(parts, features)]
-        pairs[0] = torch.cat(parts, 1), pairs[0][1]
     for i, norm in enumerate(norms):
         if norm is not None:
             scale = (norm["running_var"] + norm["eps"]).rsqrt()
@@ -414,8 +409,7 @@ def _linears(
             pairs[i] = (weight * scale[:, None]).to(weight.dtype), bias.to(weight.dtype)
     if factor != 1:
         pairs[-1] = pairs[-1][0] * factor, pairs[-1][1] * factor
-    names = ["q-k" if name == "k-q" else name for name in features]
-    return [x for x, _ in pairs], [x for _, x in pairs], names
+    return [x for x, _ in pairs], [x for _, x in pairs]
 
 
 def _equal_segments(number: int, rows: int, device: torch.device) -> Tensor:

@@ -125,8 +125,8 @@ def _expanded_from(index: fx.Node, dim: int) -> fx.Node | None:
 
 
 def find_uniform(call: Call) -> Moved | None:
-    """A result whose rows are all the same along a dimension: expand, repeat, zeros, ones, full. Its
-    base has one row. x.new_zeros and the like read the dtype and the device of x alone."""
+    """A result whose rows are all the same along a dimension: expand, repeat, zeros, ones, full.
+    Its base has one row. x.new_zeros and the like read the dtype and the device of x alone."""
     name, shape = str(call.target._schema.name), call.shape()
     sizes_of = "repeats" if name == "aten::repeat" else "size"
     if name in ("aten::expand", "aten::repeat") and call.only():
