@@ -80,8 +80,8 @@ def din_attention(
         activation: "sigmoid", "relu", "silu", "identity", "prelu" or "dice". The last two need
             `units`.
         normalize: None: the weights are the scores, as published. "softmax": over the events.
-        features: the features in the order of the first weight's columns, each of "q", "k", "q-k"
-            and "q*k" at most once.
+        features: the features in the order of the first weight's columns, each of "q", "k",
+            "q-k", "k-q" and "q*k" at most once.
         units: slopes of PReLU, or slopes and statistics of Dice.
         mask: which events each query row sees; all if None. As in `target_attention`, the query
             rows of a user, in the order of q, are the last rows of the history. A hidden event has
