@@ -120,13 +120,10 @@ def jagged_attention(
         RuntimeError: a second derivative, or a torch.func transform (vmap, grad, jvp); "reference"
             supports both. Also pages with a tensor that requires a gradient.
     """
-    for name, x, shape in (
-        ("q", q, "[Lq, H, D]"),
-        ("k", k, "[Lk, Hkv, D]"),
-        ("v", v, "[Lk, Hkv, Dv]"),
-    ):
-        if name == "q" or pages is None or getattr(pages, "scales", None) is None:
-            check_tensor(name, x, 3, shape, "jagged_attention", implementation)
+    check_tensor("q", q, 3, "[Lq, H, D]", "jagged_attention", implementation)
+    if getattr(pages, "scales", None) is None:  # else k and v are in 8 bits
+        check_tensor("k", k, 3, "[Lk, Hkv, D]", "jagged_attention", implementation)
+        check_tensor("v", v, 3, "[Lk, Hkv, Dv]", "jagged_attention", implementation)
     options = AttentionOptions(
         activation, scale, output_scale, mask, bias, schedule, implementation, pages, dropout_p,
         dropout_seed,

@@ -20,7 +20,7 @@ from ..settings import is_batch_invariant
 from .matmul import jagged_dense_bmm_cpu
 from .nodes import apply
 from .operands import check_segment_matrices, checked_operands, runs_kernels
-from .tail import offsets_and_tail, with_clean_tail, with_zero_tail, without_tail
+from .tail import entering, leaving, offsets_and_tail, with_zero_tail, without_tail
 from .tail import runs_kernels as runs_row_kernels
 
 
@@ -84,15 +84,14 @@ def jagged_linear(
     if bias is not None and bias.shape[0] != weight.shape[0]:
         raise ValueError(f"bias must have shape [T] = [{weight.shape[0]}], got {list(bias.shape)}")
     # the rows behind it must reach neither the weight's gradient nor the result
-    if end is not None:
-        x = without_tail(x, end, clears_gradient=False)
+    x = entering(x, end)
     if is_batch_invariant(implementation):
         out = _fixed_linear(x, weight, bias, activation, implementation)
     elif activation not in (None, "identity") and _runs_activation(x, weight):
         return apply(_ActivatedLinear, x, weight, bias, activation, end)
     else:
         out = _activated(nnf.linear(x, weight, bias), activation, False)
-    return out if end is None else with_clean_tail(out, end)
+    return leaving(out, end)
 
 
 def _by_segment(

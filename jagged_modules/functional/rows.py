@@ -28,7 +28,7 @@ from ..segments import (
 )
 from ..tracing import is_symbolic
 from ..validation import check_dense, check_dtype, check_tensor, runs_transforms
-from .tail import copies_by_kernels, with_clean_tail, without_tail
+from .tail import copies_by_kernels, leaving, without_tail
 
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
@@ -433,7 +433,7 @@ def _jagged_dense(function: str, x: Tensor, y: Tensor, offsets: Tensor) -> Tenso
         return triton_jagged_dense(x, y, offsets, multiplies, has_tail)
     rows = _rows_of_padded(y, offsets, x.shape[0], values_are_checkable(given))
     out = x * rows if multiplies else x + rows
-    return with_clean_tail(out, offsets) if has_tail else out
+    return leaving(out, offsets if has_tail else None)
 
 
 def check_rows(

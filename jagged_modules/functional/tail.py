@@ -37,22 +37,19 @@ def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Te
     return result
 
 
-def with_clean_tail(x: Tensor, offsets: Tensor) -> Tensor:
-    """`without_tail` of a tensor that the caller has just computed, in place."""
-    if not (runs_kernels(x) and x.is_contiguous()):
-        return without_tail(x, offsets)
-    result: Tensor = apply(_WithCleanTail, x, offsets)
-    return result
-
-
 def entering(x: Tensor, end: Tensor | None) -> Tensor:
     """A layer's input, cleared. Its gradient is 0 behind the end, as that of the result is."""
     return x if end is None else without_tail(x, end, clears_gradient=False)
 
 
 def leaving(x: Tensor, end: Tensor | None) -> Tensor:
-    """A layer's result, cleared, and its gradient too."""
-    return x if end is None else with_clean_tail(x, end)
+    """A result that the caller has just computed, cleared in place, and its gradient too."""
+    if end is None:
+        return x
+    if not (runs_kernels(x) and x.is_contiguous()):
+        return without_tail(x, end)
+    result: Tensor = apply(_Leaving, x, end)
+    return result
 
 
 def with_zero_tail(x: Tensor, end: Tensor | None) -> Tensor:
@@ -121,7 +118,7 @@ class _WithoutTail(torch.autograd.Function):
         return without_tail(grad, *end) if end else grad, None, None
 
 
-class _WithCleanTail(torch.autograd.Function):
+class _Leaving(torch.autograd.Function):
     """Autograd does not see the write. If the function that made x has saved it, that function's
     gradient is 0 in these rows all the same, because this one's is."""
 

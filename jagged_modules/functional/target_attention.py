@@ -137,13 +137,10 @@ def target_attention(
         parsed = parse_levels(q, given, longest, options)
         results = attend_to_levels(*parsed, options, levels == "joint")
         return results[0] if levels == "joint" else results
-    for name, x, shape in (
-        ("q", q, "[num_candidates, n_q, H, D]"),
-        ("k", k, "[L, Hkv, D]"),
-        ("v", v, "[L, Hkv, Dv]"),
-    ):
-        if name == "q" or pages is None or getattr(pages, "scales", None) is None:
-            check_tensor(name, x, shape.count(",") + 1, shape, "target_attention", implementation)
+    check_tensor("q", q, 4, "[num_candidates, n_q, H, D]", "target_attention", implementation)
+    if getattr(pages, "scales", None) is None:  # else k and v are in 8 bits
+        check_tensor("k", k, 3, "[L, Hkv, D]", "target_attention", implementation)
+        check_tensor("v", v, 3, "[L, Hkv, Dv]", "target_attention", implementation)
     if isinstance(kv_offsets, str):
         check_shared("kv_offsets", kv_offsets)
         where = 'a CandidateIndex where kv_offsets is "shared"'
@@ -199,16 +196,11 @@ def self_target_attention(
         TypeError, ValueError, RuntimeError: as `jagged_attention`; also if q_user and q_candidates,
             or their offsets, do not match.
     """
-    operands = dict(
-        q_user=(q_user, "[L, H, D]"),
-        q_candidates=(q_candidates, "[C, H, D]"),
-        k=(k, "[L, Hkv, D]"),
-        v=(v, "[L, Hkv, Dv]"),
-    )
-    for name, (x, shape) in operands.items():
-        check_tensor(
-            name, x, 3, shape, "self_target_attention", options.get("implementation", "auto")
-        )
+    function, implementation = "self_target_attention", options.get("implementation", "auto")
+    check_tensor("q_user", q_user, 3, "[L, H, D]", function, implementation)
+    check_tensor("q_candidates", q_candidates, 3, "[C, H, D]", function, implementation)
+    check_tensor("k", k, 3, "[L, Hkv, D]", function, implementation)
+    check_tensor("v", v, 3, "[L, Hkv, Dv]", function, implementation)
     for what, expected, given in (
         ("dtype", q_user.dtype, q_candidates.dtype),
         ("device", q_user.device, q_candidates.device),
@@ -221,10 +213,8 @@ def self_target_attention(
     rows, device = (q_user.shape[0], q_candidates.shape[0]), q_user.device
     if k.shape[0] != rows[0]:
         raise ValueError(f"k must have q_user's rows, {rows[0]}, got {k.shape[0]}")
-    for name, x, total in (
-        ("offsets", offsets, rows[0]),
-        ("candidate_offsets", candidate_offsets, rows[1]),
-    ):
+    of_segments = dict(offsets=offsets, candidate_offsets=candidate_offsets)
+    for (name, x), total in zip(of_segments.items(), rows):
         check_offsets(name, x, total)
         check_device(name, x, device, "q_user's")
     if offsets.shape != candidate_offsets.shape:

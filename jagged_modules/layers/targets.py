@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..containers.candidates import CandidateIndex
 from ..containers.conversions import wait_for
-from ..containers.jagged import Jagged, check_same_segments
+from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..functional.target_levels import Level
 from ..scalars import is_sequence
 from ..segments import RowSegments
@@ -94,7 +94,7 @@ def parse_targets(
     ((name, history),) = histories.items()
     num_segments = history.num_segments
     if may_be_equal and isinstance(targets, Tensor) and not targets.is_nested:
-        rows = _checked(targets, projection, width, 3, "[B, T, E_t]")
+        rows = _checked(targets, projection, width, "[B, T, E_t]")
         if rows.shape[0] != num_segments:
             raise ValueError(
                 "targets without candidates must be one per history segment,"
@@ -104,12 +104,11 @@ def parse_targets(
         queries = RowSegments.equal(rows.shape[1], num_segments, keys.offsets)
         level = Level(queries, keys, shape=rows.shape[:2], history=history)
         return Targets(rows, (level,))
-    container = Jagged.wrap(targets, name="targets")
+    container = wrap_rows("targets", targets, width, projection)
     check_same_segments("targets", container, name, history)
-    rows = _checked(container.values, projection, width, 2, "[N, E_t]")
     queries, keys = container.parsed("targets"), history.parsed(name)
     level = Level(queries, keys, container=container, history=history)
-    return Targets(rows, (level,), container.end("targets"))
+    return Targets(container.values, (level,), container.end("targets"))
 
 
 def _with_candidates(
@@ -124,7 +123,7 @@ def _with_candidates(
     given: Any = {"candidates": candidates}
     if of_levels:
         given = {f"candidates[{i}]": x for i, x in enumerate(candidates)}
-    rows = _checked(targets, projection, width, 3, "[num_candidates, n_q, E_t]")
+    rows = _checked(targets, projection, width, "[num_candidates, n_q, E_t]")
     shape = rows.shape[:2]
     levels: list[Level] = []
     ends: list[Tensor] = []
@@ -142,10 +141,10 @@ def _with_candidates(
     return Targets(rows, levels, end, of_levels)
 
 
-def _checked(targets: Any, projection: nn.Module, width: int, dim: int, shape: str) -> Any:
-    """Targets of `dim` dimensions, which the projection takes. Errors give `shape` as expected."""
+def _checked(targets: Any, projection: nn.Module, width: int, shape: str) -> Any:
+    """A dense tensor of targets, which the projection takes. Errors give `shape` as expected."""
     check_layer_tensor("targets", targets, shape, projection)
-    if targets.dim() != dim or targets.shape[-1] != width:
+    if targets.dim() != 3 or targets.shape[-1] != width:
         raise ValueError(
             f"targets must have shape {shape} with E_t = {width}, got {list(targets.shape)}"
         )

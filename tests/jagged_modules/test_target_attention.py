@@ -565,7 +565,7 @@ BAD_FORWARDS = [
     (
         ((torch.randn(4, 7), torch.tensor([0, 1, 4])), HISTORY),
         ValueError,
-        r"targets must have shape \[N, E_t\] with E_t = 8, got \[4, 7\]",
+        r"targets' values must have shape \[L, 8\], got \[4, 7\]",
     ),
     (
         ((torch.randn(4, 8), torch.tensor([0, 4])), HISTORY),

@@ -6,7 +6,7 @@ from marks import slow_after
 from tails import LAYERS, ON_KERNELS, ON_TORCH, check, compiled, layer_case
 from torch import library
 
-from jagged_modules.functional.tail import with_clean_tail, without_tail
+from jagged_modules.functional.tail import leaving, without_tail
 from jagged_modules.layers import target_node
 
 
@@ -130,7 +130,7 @@ def test_columns_behind_rows(poisoned_memory, offsets, columns, has_end):
 
 def test_derivatives_of_any_order(only_the_device_knows, offsets):
     x, end = torch.randn(7, 3, dtype=torch.float64, requires_grad=True), offsets([2, 3])
-    for function in (lambda x: without_tail(x, end), lambda x: with_clean_tail(x * 1, end)):
+    for function in (lambda x: without_tail(x, end), lambda x: leaving(x * 1, end)):
         assert torch.autograd.gradcheck(function, (x,)) and torch.autograd.gradgradcheck(
             function, (x,)
         )
