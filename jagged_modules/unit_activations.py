@@ -31,8 +31,8 @@ class UnitParameters:
         norm_weights, norm_biases: Dice normalises z and then multiplies and adds these. None: 1, 0.
         running_means, running_vars: statistics of earlier batches, fp32 or fp64. None: Dice always
             takes those of the batch.
-        training: Dice takes the batch's statistics over all visible pairs, and updates the running ones in
-            place, as torch.nn.BatchNorm1d does.
+        training: Dice takes the batch's statistics over all visible pairs, and updates the running
+            ones in place, as torch.nn.BatchNorm1d does.
         momentum: of this update.
         eps: added to the variance.
 

@@ -151,10 +151,12 @@ def _visible_chunks(q_offsets: Tensor, kv_offsets: Tensor, mask: AttentionMask) 
     users = torch.repeat_interleave(q_offsets.diff())  # of the rows of q, as are those below
     events = kv_offsets.diff()[users]
     columns = torch.arange(len(users), device="cpu") - q_offsets[users + 1] + events
-    targets = 0 if mask.num_targets is None else mask.num_targets.long()[users]
+    targets = torch.zeros_like(events)
+    if mask.num_targets is not None:
+        targets = mask.num_targets.long()[users]
     for rows, _, offsets, row in chunks(pad(events.cumsum(0), (1, 0)), MASKED_CHUNK * CHUNK):
         event = torch.arange(len(row), device="cpu") - offsets[row]
-        i, n, t = (x[rows][row] if isinstance(x, Tensor) else x for x in (columns, events, targets))
+        i, n, t = (x[rows][row] for x in (columns, events, targets))
         seen = is_visible(mask, i, event, n, t).nonzero().squeeze(1)
         row, event = row[seen], event[seen]
         kv_rows = kv_offsets[users[rows]][row] + event

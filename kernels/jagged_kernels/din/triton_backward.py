@@ -300,8 +300,8 @@ def _weighted_sums(h, ds):
 
 
 class Queries(NamedTuple):
-    """The rows of q that may see events of a block: how many, first_target of the mask, and the rows
-    as Blocks of one row."""
+    """The rows of q that may see events of a block: how many, first_target of the mask, and these
+    rows, as Blocks of one row."""
 
     count: tl.tensor
     first_target: tl.tensor
