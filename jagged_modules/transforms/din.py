@@ -161,6 +161,7 @@ class _Reader:
         scores, value = self._weighted_sum()
         self.batch, self.events = shape_of(value.meta["val"])[:2]
         self.pairs = self.batch * self.events
+        _need(self.node.meta["val"].is_floating_point())
         _need(self.events != 1 and not self.pairs.is_Integer and _size(scores) == self.pairs)
         scores, normalize = self.in_order(scores), None
         if scores.target is aten.softmax.int:
@@ -292,7 +293,7 @@ class _Reader:
         shown, number = sorted((added.if_false, added.if_true), key=abs)
         number = number if scores.target is aten.add.Tensor else -number
         hidden = _Hidden(added.mask, added.if_true == 0, number)
-        _need(shown == 0)
+        _need(shown == 0 and scores.meta["val"].is_floating_point())
         of_product, cleared = self._multiplied(self._read(scores, x, term))
         # else the scores of hidden events could matter if all events are hidden
         absorbs = -number * torch.finfo(scores.meta["val"].dtype).eps >= ABSORBS
