@@ -259,8 +259,9 @@ class Costs:
             return self.of(node, 0, 2 * self.bytes(node) * share(node)) if copies else Cost()
         if node.target in LOOKUPS:  # reads as much as it writes, not the whole table
             given = first_of(node.meta["val"])
-            by_rows = node.target is aten.index.Tensor and sum(map(is_tensor, node.args[1])) == 1
-            computed = 0 if by_rows else self.elements(given) * share(node)
+            indices = list(filter(is_tensor, flat(positional(node)[1])))
+            one = len(indices) == 1 and node.target is aten.index.Tensor  # then whole rows
+            computed = 0 if one else self.elements(given) * share(node)
             return self.of(node, 0, 2 * self.bytes(node) * share(node), computed=computed)
         operands = {x for x in node.all_input_nodes if is_tensor(x)}
         moved = sum(self.bytes(x) * share(x) for x in operands) + self.bytes(node) * share(node)
