@@ -161,7 +161,7 @@ class _FastPath(TorchDispatchMode):
     """Counts masked attentions that torch computes in its fast path."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls = 0
 
     def __torch_dispatch__(
