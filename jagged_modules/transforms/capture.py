@@ -160,7 +160,9 @@ def captured_from(
 class _FastPath(TorchDispatchMode):
     """Counts masked attentions that torch computes in its fast path."""
 
-    calls = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -182,7 +184,8 @@ def _fast_attentions(
         return []
     attention = torch.ops.aten.scaled_dot_product_attention.default
     found = graph.find_nodes(op="call_function", target=attention)
-    with torch.no_grad(), _FastPath() as fast:
+    fast = _FastPath()
+    with torch.no_grad(), fast:
         model(*args, **kwargs)
     return list(found) if fast.calls == len(found) else []
 

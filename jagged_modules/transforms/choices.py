@@ -75,8 +75,8 @@ def choice(x: Any) -> Choice | None:
     for targets, number in ((ZEROS, 0.0), (ONES, 1.0)):
         if x.target in targets:
             return Choice(None, number, number, (x,))
-    number = bind(x)["fill_value"] if x.target in FULL else None
-    return Choice(None, number, number, (x,)) if isinstance(number, (int, float)) else None
+    fill = bind(x)["fill_value"] if x.target in FULL else None
+    return Choice(None, fill, fill, (x,)) if isinstance(fill, (int, float)) else None
 
 
 def fill_of(x: fx.Node) -> tuple[Any, Any, Any, bool]:

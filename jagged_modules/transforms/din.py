@@ -161,6 +161,7 @@ class _Reader:
         scores, value = self._weighted_sum()
         self.batch, self.events = shape_of(value.meta["val"])[:2]
         self.pairs = self.batch * self.events
+        _need(self.node.meta["val"].is_floating_point())
         _need(self.events != 1 and not self.pairs.is_Integer and _size(scores) == self.pairs)
         scores, normalize = self.in_order(scores), None
         if scores.target is aten.softmax.int:
@@ -272,11 +273,11 @@ class _Reader:
         into one."""
         if scores.target in FILLS:
             x, mask, fill, keeps = fill_of(scores)
-            chosen, number = choice(mask), choice(fill)
-            if chosen is None or chosen.mask is None or number is None or number.mask is not None:
+            chosen, filled = choice(mask), choice(fill)
+            if chosen is None or chosen.mask is None or filled is None or filled.mask is not None:
                 raise _NoMatch
-            self.seen += number.constants
-            hidden = _Hidden(chosen.mask, keeps == (chosen.if_true == 1), number.if_true)
+            self.seen += filled.constants
+            hidden = _Hidden(chosen.mask, keeps == (chosen.if_true == 1), filled.if_true)
             return self._read(scores, x, mask), hidden
         if not softmax:
             return self._multiplied(scores)
@@ -292,7 +293,7 @@ class _Reader:
         shown, number = sorted((added.if_false, added.if_true), key=abs)
         number = number if scores.target is aten.add.Tensor else -number
         hidden = _Hidden(added.mask, added.if_true == 0, number)
-        _need(shown == 0)
+        _need(shown == 0 and scores.meta["val"].is_floating_point())
         of_product, cleared = self._multiplied(self._read(scores, x, term))
         # else the scores of hidden events could matter if all events are hidden
         absorbs = -number * torch.finfo(scores.meta["val"].dtype).eps >= ABSORBS
@@ -390,12 +391,15 @@ class _Reader:
 
     def _transposed(self, x: fx.Node, units: int) -> fx.Node:
         """The operand of x, if x exchanges events and units."""
-        if x.target is not aten.transpose.int or {dim % 3 for dim in x.args[1:]} != {1, 2}:
+        if x.target is not aten.transpose.int:
+            return x
+        operand, *dims = positional(x)
+        if {dim % 3 for dim in dims} != {1, 2}:
             return x
         expected = (self.batch, self.events, units), (self.batch, units, self.events)
         _need(shape_of(x.meta["val"]) in expected)
         self.seen.append(x)
-        return positional(x)[0]
+        return operand
 
     def _formula(self, x: Any, units: int, before_events: bool) -> Any:
         """x as a formula of the symbols, which `_found` then has."""
@@ -482,8 +486,8 @@ class _Reader:
 
     def _side(self, x: fx.Node) -> tuple[fx.Node, bool]:
         """The query that x repeats for the events, or the key, and whether it is."""
-        if x.target in KEEPS_ORDER and x.args[0].target is aten.repeat.default:
-            repeated = positional(x)[0]
+        repeated = positional(x)[0] if x.target in KEEPS_ORDER else x
+        if repeated is not x and repeated.target is aten.repeat.default:
             operand, times = positional(repeated)
             if operand.meta["val"].dim() == 2 and times == [1, self.events]:
                 self.seen += [x, repeated]

@@ -347,9 +347,9 @@ class Emitter:
         own = self.analysis.lineages[match.operands[0]]
         candidates = self._candidates(match.lineage.maps, match.node, value, own)
         given = self.value(match.query), key, value, candidates, hidden[0] if hidden else None
+        out = self.call(attend_by_mlp_in_place, *given, **map_arg(match.mlp, self.value))
         one_row = len(shape_of(match.node.meta["val"])) == 3
-        options = map_arg(match.mlp, self.value)
-        return self.call(attend_by_mlp_in_place, *given, one_row=one_row, **options)
+        return out if one_row else self.call(aten.squeeze.dim, out, 1)
 
     def _join(self, match: TargetAttention) -> None:
         """Compute the attention together with its `own`, unless one of them needs the other."""

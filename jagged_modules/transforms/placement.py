@@ -196,9 +196,12 @@ class Costs:
         cost = replace(total, kernels=1, starts=total.starts / total.kernels)
         if node.meta["val"].device.type != "cpu":
             return cost
-        # in chunks that stay in a cache; a kernel has them in registers
-        of_activations = sum(self.full(x).work for x in fusion.activations)
-        return replace(cost, work=cost.work + OF_CACHED * of_activations)
+        # in chunks that stay in a cache; a kernel has them in registers: q ∘ k, what q and k add to
+        # the first linear, the activations and the weighted sum
+        key, value = fusion.operands[:2]
+        cached = 2 * self.bytes(key) + 4 * self.bytes(fusion.products[0]) + self.bytes(value)
+        cached += sum(self.full(x).work for x in fusion.activations)
+        return replace(cost, work=cost.work + OF_CACHED * cached)
 
     def _fused_flops(self, node: fx.Node) -> float:
         """On the base, if there is one."""
@@ -255,7 +258,11 @@ class Costs:
             copies = node.target in RESHAPES and not expanded and self._needs_copy(operand, node)
             return self.of(node, 0, 2 * self.bytes(node) * share(node)) if copies else Cost()
         if node.target in LOOKUPS:  # reads as much as it writes, not the whole table
-            return self.of(node, 0, 2 * self.bytes(node) * share(node))
+            given = first_of(node.meta["val"])
+            indices = list(filter(is_tensor, flat(positional(node)[1])))
+            one = len(indices) == 1 and node.target is aten.index.Tensor  # then whole rows
+            computed = 0 if one else self.elements(given) * share(node)
+            return self.of(node, 0, 2 * self.bytes(node) * share(node), computed=computed)
         operands = {x for x in node.all_input_nodes if is_tensor(x)}
         moved = sum(self.bytes(x) * share(x) for x in operands) + self.bytes(node) * share(node)
         if node.target is not aten.cat.default:

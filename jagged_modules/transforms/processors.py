@@ -49,9 +49,11 @@ class Processor:
 
 # measured of fp32 [80000, 64], less the bytes that the operator reads and writes
 OF_CPU = {
+    120: "index.Tensor",  # by several indices
     80: "where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar"
         " masked_fill.Tensor",
     50: "tanh.default max.dim min.dim",
+    30: "embedding_bag.padding_idx",
     25: "softmax.int _softmax.default rms_norm.default",
     18: "exp.default gelu.default",
     12: "sigmoid.default silu.default _to_copy.default",

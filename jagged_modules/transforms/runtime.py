@@ -332,7 +332,6 @@ def attend_by_mlp_in_place(
     normalize: str | None,
     features: list[str],
     mean_of_hidden: bool,
-    one_row: bool,
     **mlp: Any,
 ) -> Tensor:
     """`din_attention` of each candidate, `[C, 1, E]` or `[C, E]`, to its user's keys, of which
@@ -347,11 +346,10 @@ def attend_by_mlp_in_place(
         activation, normalize, features: of `din_attention`.
         mean_of_hidden: whether a softmax of no visible keys gives the mean of all values, because
             they were hidden by a finite number. Otherwise NaN.
-        one_row: whether the result keeps the dimension of size 1.
         mlp: arguments of `_linears`.
 
     Returns:
-        `[C, 1, Ev]` or `[C, Ev]`.
+        `[C, 1, Ev]`.
     """
     num_users, num_keys = key.shape[:2]
     k = key.flatten(0, 1)
@@ -378,7 +376,7 @@ def attend_by_mlp_in_place(
             out = torch.where(lost, value.mean(1, keepdim=True)[users], out)
         else:
             out = out.masked_fill(lost, math.nan)
-    return out if one_row else out.squeeze(1)
+    return out
 
 
 def _linears(

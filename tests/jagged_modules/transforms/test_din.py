@@ -268,7 +268,7 @@ CASES = [
         dict(activation="dice, transposed", mask=FINITE[x], total="product")
         for x in ("ones", "product")
     ],
-    *[dict(features=x) for x in (("q", "k", "k-q", "q*k"), ("k-q", "q"))],
+    *[dict(features=x) for x in (("q", "k", "k-q", "q*k"), ("k-q", "q-k"))],
     *[dict(activation="relu", mask="softmax", total=x) for x in SUMS],
     dict(flat=True, activation="dice, affine", bias=False),
     dict(features=("q*k", "k", "q")),
@@ -478,7 +478,6 @@ def two_scores():
 
 
 NEAR_MISSES = {
-    "q - k and k - q": lambda: DIN(features=("q-k", "k-q")),
     "q + k": lambda: DIN(features=("q", "k", lambda q, k: q + k)),
     "q - 2 k": lambda: DIN(features=("q", "k", lambda q, k: torch.sub(q, k, alpha=2))),
     "k · k": lambda: DIN(features=("q", "k", lambda q, k: k * k)),
