@@ -129,14 +129,14 @@ def _din(operands: Sequence[Tensor], weights: Sequence[Tensor], *others: Any, **
 def _din_moments(
     operands: Sequence[Tensor], weights: Sequence[Tensor], *others: Any, **_: Any
 ) -> int:
-    return _din_pairs(operands, others) * _din_weights(weights[: others[5] + 1])
+    return _din_pairs(operands, others) * _din_weights(weights[: others[4] + 1])
 
 
 def _din_backward(do: Tensor, lse: Tensor, delta: Tensor, *args: Any, **_: Any) -> int:
     """Scores again, the gradients of each linear's input and weight, do · v and dv. A pass for the
     sums of a layer: scores, and the gradients of the inputs down to this layer."""
     operands, weights, *others = args
-    pairs, all_weights, layer = _din_pairs(operands, others), _din_weights(weights), others[6]
+    pairs, all_weights, layer = _din_pairs(operands, others), _din_weights(weights), others[5]
     if layer >= 0:
         return pairs * (all_weights + _din_weights(weights[layer + 1 :]) + 2 * do.shape[1])
     return pairs * (3 * all_weights + 4 * do.shape[1])
@@ -148,7 +148,7 @@ def _din_weights(weights: Sequence[Tensor]) -> int:
 
 def _din_pairs(operands: Sequence[Tensor], others: Sequence[Any]) -> int:
     """others: the operator's arguments from the biases on."""
-    q_offsets, kv_offsets = others[2:4]
+    q_offsets, kv_offsets, _ = others[2]
     return _num_pairs(q_offsets, kv_offsets, operands[0].shape[0], operands[1].shape[0])
 
 

@@ -134,25 +134,23 @@ std::vector<typename DIN<A>::Layer> layers_of(const std::vector<Tensor>& weights
 std::tuple<Tensor, Tensor> din_attention_cpu(std::vector<Tensor> operands,
                                              std::vector<Tensor> weights,
                                              std::vector<Tensor> biases, MaybeTensors tables,
-                                             Tensor q_offsets, Tensor kv_offsets,
-                                             std::string activation, bool softmax,
-                                             std::optional<std::vector<Int>> mask,
-                                             std::optional<Tensor> num_targets) {
+                                             MaybeTensors segments, std::string activation,
+                                             bool softmax, std::optional<std::vector<Int>> mask) {
   const Tensor &q = operands.at(0), &k = operands.at(1), &v = operands.at(operands.size() - 1);
   const bool is_shared = operands.size() == 4;  // v is k
   const Int rows = q.size(0), events = k.size(0), width = q.size(1);
   const Int values = is_shared ? width : v.size(1), units = weights.at(0).size(0);
-  const auto of_rows = offsets_of("q_offsets", q_offsets, rows);
-  const auto of_events = offsets_of("kv_offsets", kv_offsets, events);
+  const auto of_rows = offsets_of("q_offsets", segments.at(0), rows);
+  const auto of_events = offsets_of("kv_offsets", segments.at(1), events);
   STD_TORCH_CHECK(of_rows.size() == of_events.size(), "q_offsets must be of ", of_events.size() - 1,
                   " segments, as kv_offsets, got ", of_rows.size() - 1);
   const auto rule = Mask::of(mask);
-  const auto targets = elements<Int>("num_targets", num_targets, of_rows.size() - 1);
-  std::vector<Int> segments(rows, -1);  // of rows
+  const auto targets = elements<Int>("num_targets", segments.at(2), of_rows.size() - 1);
+  std::vector<Int> users(rows, -1);  // of rows
   Int pairs = 0, cost = 0;
   for (size_t b = 0; b + 1 < of_rows.size(); ++b) {
     const Int keys = of_events[b + 1] - of_events[b];
-    std::fill(segments.begin() + of_rows[b], segments.begin() + of_rows[b + 1], keys ? b : -1);
+    std::fill(users.begin() + of_rows[b], users.begin() + of_rows[b + 1], keys ? b : -1);
     pairs += (of_rows[b + 1] - of_rows[b]) * keys;
   }
   for (const Tensor& x : weights) cost += pairs * x.size(0) * x.size(1);
@@ -179,7 +177,7 @@ std::tuple<Tensor, Tensor> din_attention_cpu(std::vector<Tensor> operands,
       auto* results = static_cast<T*>(out.mutable_data_ptr());
       auto* sums = static_cast<A*>(lse.mutable_data_ptr());
       for_each_item<typename DIN<A>::Scratch>(rows, cost, [&](Int row, auto& x) {
-        const Int b = segments[row];
+        const Int b = users[row];
         if (b < 0) return;  // stays 0
         const Int keys = of_events[b + 1] - of_events[b], i = row + keys - of_rows[b + 1];
         const Visible visible = rule.has_value() ? rule->columns(i, keys, targets.empty() ? 0 : targets[b])
@@ -196,8 +194,7 @@ std::tuple<Tensor, Tensor> din_attention_cpu(std::vector<Tensor> operands,
 const bool registered = register_operator(
     {"din_attention_cpu",
      "din_attention_cpu(Tensor[] operands, Tensor[] weights, Tensor[] biases, Tensor?[] tables,"
-     " Tensor q_offsets, Tensor kv_offsets, str activation, bool softmax, SymInt[]? mask=None,"
-     " Tensor? num_targets=None) -> (Tensor, Tensor)",
+     " Tensor?[] segments, str activation, bool softmax, SymInt[]? mask=None) -> (Tensor, Tensor)",
      TORCH_BOX(&din_attention_cpu)});
 
 }  // namespace

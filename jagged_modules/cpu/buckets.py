@@ -13,6 +13,7 @@ from torch import Tensor
 softmax_gradient = torch._softmax_backward_data  # pyright: ignore[reportPrivateImportUsage] - torch's __init__ does not declare it
 # up to this many elements, gathering a scattered segment costs less than a GEMM of its own
 GATHERED = 2048
+FEW = 256  # segments
 
 
 class Rows(NamedTuple):
@@ -56,9 +57,9 @@ def groups(*offsets: Tensor, batch_invariant: bool = False) -> Iterator[tuple[Ro
     """Groups of segments whose lengths are equal in each of the offsets `[B + 1]`. A group is one
     `Rows` per offsets. Segments with a length of 0 are left out. batch_invariant: one segment per
     group."""
-    starts = defaultdict(list)
-    bounds = [x.tolist() for x in offsets]
-    for firsts, ends in zip(zip(*bounds), zip(*(x[1:] for x in bounds))):
+    starts, present = defaultdict(list), present_segments(*offsets)
+    bounds = [[x[present].tolist() for x in (of[:-1], of[1:])] for of in offsets]
+    for firsts, ends in zip(*map(zip, *bounds)):
         lengths = tuple(end - first for first, end in zip(firsts, ends))
         if all(lengths):
             starts[lengths].append(firsts)
@@ -71,6 +72,14 @@ def groups(*offsets: Tensor, batch_invariant: bool = False) -> Iterator[tuple[Ro
                 Rows.of(firsts, length, batch_invariant)
                 for firsts, length in zip(zip(*some), lengths)
             )
+
+
+def present_segments(*offsets: Tensor) -> slice | Tensor:
+    """An index that leaves out segments with a length of 0. All segments if they are few, as a loop
+    over them then takes less time."""
+    if len(offsets[0]) <= FEW:
+        return slice(None)
+    return torch.stack([x.diff() > 0 for x in offsets]).all(0).nonzero().flatten()
 
 
 def _adjoin(starts: tuple[int, ...], length: int) -> bool:

@@ -125,11 +125,10 @@ class Single(NamedTuple):
 
 
 def _chunks(
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    mask: list[int] | None = None,
-    num_targets: Tensor | None = None,
+    segments: list[Tensor | None], mask: list[int] | None
 ) -> Iterator[Chunk | Single]:
+    q_offsets, kv_offsets, num_targets = segments
+    assert q_offsets is not None and kv_offsets is not None
     if mask is not None:
         rule = AttentionMask.from_params(MaskParams(*mask), num_targets)
         yield from _visible_chunks(q_offsets.long(), kv_offsets.long(), rule)
@@ -245,12 +244,10 @@ def din_attention_cpu(
     weights: list[Tensor],
     biases: list[Tensor],
     tables: list[Tensor | None],
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
+    segments: list[Tensor | None],
     activation: str,
     softmax: bool,
     mask: list[int] | None = None,
-    num_targets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sums of the events.
 
@@ -262,15 +259,16 @@ def din_attention_cpu(
         biases: of the layers but the first.
         tables: `[7, H_l]` of each hidden layer, see UnitTable; None for activations without
             parameters.
+        segments: the offsets of rows of q and of events `[B + 1]`, and the number of targets of
+            each segment `[B]`, if the mask has them.
         mask: the fields of a MaskParams; None: each row of q sees all events of its segment.
-        num_targets: `[B]` int32 or int64, if the mask has targets.
 
     Returns:
         `[R, Ev]` of q's dtype, and the scores' log-sum-exp `[R]`, 0 without softmax.
     """
     given = _Operands(operands, weights, biases, tables, activation)
     out, lse = (x.zero_() for x in _empty_results(operands))
-    for chunk in _chunks(q_offsets, kv_offsets, mask, num_targets):
+    for chunk in _chunks(segments, mask):
         *_, p = given.scores(chunk)
         if softmax:
             p, lse[chunk.q_rows] = chunk.softmax(p)
@@ -280,7 +278,7 @@ def din_attention_cpu(
 
 
 def _empty_moments(operands: list[Tensor], weights: list[Tensor], *others: Any) -> Tensor:
-    layer = others[5]
+    layer = others[4]
     shape = 3, weights[layer].shape[0]
     return operands[0].new_empty(shape, dtype=compute_dtype(operands[0]))
 
@@ -291,18 +289,16 @@ def din_moments_cpu(
     weights: list[Tensor],
     biases: list[Tensor],
     tables: list[Tensor | None],
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
+    segments: list[Tensor | None],
     activation: str,
     layer: int,
     mask: list[int] | None = None,
-    num_targets: Tensor | None = None,
 ) -> Tensor:
     """Number of pairs, mean and variance of z of a hidden layer, over all pairs that are seen:
     `[3, H]`. tables: of the layers before; that of this one is not read."""
     given = _Operands(operands, weights, biases, tables, activation)
     parts = [operands[0].new_zeros((3, weights[layer].shape[0]), dtype=given.dtype)]
-    for chunk in _chunks(q_offsets, kv_offsets, mask, num_targets):
+    for chunk in _chunks(segments, mask):
         z = given.hidden(given.pairs(chunk).z, layer + 1)[0][-1]
         variance, mean = torch.var_mean(z, 0, correction=0)
         parts.append(torch.stack([torch.full_like(mean, len(z)), mean, variance * len(z)]))
@@ -312,7 +308,7 @@ def din_moments_cpu(
 @host_operator(
     "jagged_modules::din_attention_cpu_backward",
     lambda do, lse, delta, operands, weights, biases, tables, *others: empty_gradients(
-        operands, weights, biases, tables, compute_dtype(do), others[4]
+        operands, weights, biases, tables, compute_dtype(do), others[3]
     ),
     "din_attention is not differentiable twice: its backward has no derivative of its own",
 )
@@ -324,13 +320,11 @@ def din_attention_backward_cpu(
     weights: list[Tensor],
     biases: list[Tensor],
     tables: list[Tensor | None],
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
+    segments: list[Tensor | None],
     activation: str,
     softmax: bool,
     layer: int,
     mask: list[int] | None = None,
-    num_targets: Tensor | None = None,
 ) -> list[Tensor]:
     """Gradients of the operands, the weights and the biases, and sums `[3, H]` of each hidden
     layer, which are the gradients of slope, bias and weight of its table. Without tables there are
@@ -343,7 +337,7 @@ def din_attention_backward_cpu(
     """
     given = _Operands(operands, weights, biases, tables, activation)
     gradients = _Gradients(given)
-    for chunk in _chunks(q_offsets, kv_offsets, mask, num_targets):
+    for chunk in _chunks(segments, mask):
         gradients.add(chunk, _rows(do, chunk.q_rows).to(given.dtype), softmax, layer)
     if layer >= 0:
         return [gradients.sums[layer]]

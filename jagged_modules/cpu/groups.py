@@ -14,7 +14,7 @@ from ..dropout import Dropout
 from ..masks import AttentionMask
 from .attention_bias import BlockBias, BlockDropout
 from .attention_math import SCORES_AT_A_TIME
-from .buckets import Rows
+from .buckets import Rows, present_segments
 from .order import Ordered
 
 
@@ -79,17 +79,18 @@ def groups_of(num_heads: int, ordered: Ordered) -> Iterator[Group]:
         None if params.mask is None else AttentionMask.from_params(params.mask, params.num_targets)
     )
     q_shared, batch_invariant = segments.q_shared, params.batch_invariant
-    q_bounds, kv_bounds = segments.q_offsets.tolist(), segments.kv_offsets.tolist()
-    num_segments = len(kv_bounds) - 1
-    targets = [0] * num_segments if params.num_targets is None else params.num_targets.tolist()
-    shifts = [0] * num_segments if params.query_shift is None else params.query_shift.tolist()
-    own = starts_of_queries.tolist()
+    q_offsets, kv_offsets = segments.q_offsets, segments.kv_offsets
+    num_segments = len(kv_offsets) - 1
+    none = torch.zeros(num_segments, dtype=torch.int64, device="cpu")
+    targets, shifts = (none if x is None else x for x in (params.num_targets, params.query_shift))
     starts: defaultdict[tuple[int, ...], list[tuple[int, int, int, int]]] = defaultdict(list)
-    for query_group in range((len(q_bounds) - 1) // max(1, num_segments)):
+    for query_group in range((len(q_offsets) - 1) // max(1, num_segments)):
         first, by_rows = query_group * num_segments, ordered.is_by_rows(query_group)
-        bounds = q_bounds[first : first + num_segments + 1]
+        bounds, own = (x[first : first + num_segments + 1] for x in (q_offsets, starts_of_queries))
+        present = present_segments(bounds, kv_offsets)
+        columns = bounds[:-1], bounds[1:], kv_offsets[:-1], kv_offsets[1:], own, targets, shifts
         for q_start, q_end, kv_start, kv_end, start, *others in zip(
-            bounds, bounds[1:], kv_bounds, kv_bounds[1:], own[first:], targets, shifts
+            *(x[:num_segments][present].tolist() for x in columns)
         ):
             if q_end > q_start and kv_end > kv_start:
                 lengths = 1 if by_rows else q_end - q_start, kv_end - kv_start

@@ -19,9 +19,12 @@ from torch import Tensor
 
 from ..autocast import host_operator
 from .buckets import Rows, compute_dtype, groups, softmax_gradient
+from .one_query import CHUNK, Chunk, bags, chunks, segment_softmax
 from .shares import in_shares
 
 EXPONENTIAL = 16  # the time of an element of a softmax in multiplications of a GEMM
+# up to this many, a softmax over the rows of all segments takes less time than one for each length
+FEW_COLUMNS = 32
 
 
 @host_operator("jagged_modules::outer_cpu", lambda x, *others: x.new_empty(others[4]))
@@ -83,6 +86,13 @@ def softmax_cpu(
 ) -> Tensor:
     """Softmax of each row, or column if `columns`, of p[b]: `[total]`. 0 where all are -inf."""
     out, dim = p.new_zeros(p.shape), 1 if columns else 2
+    if columns and not batch_invariant and (width := _few_columns(y_offsets)):
+
+        def of_chunk(chunk: Chunk, block: Tensor) -> Tensor:
+            return segment_softmax(block.clone(), chunk.offsets, chunk.segment)[0]
+
+        _in_chunks(of_chunk, x_offsets, width, out, p)
+        return out
 
     def compute(x_rows: Rows, y_rows: Rows, scores: Rows) -> None:
         block = _take(p, scores).view(-1, x_rows.length, y_rows.length)
@@ -109,6 +119,14 @@ def softmax_backward_cpu(
 ) -> Tensor:
     """dp = out ∘ (grad − Σ out ∘ grad), where Σ is over a row, or over a column if `columns`."""
     dp = out.new_zeros(out.shape)
+    if columns and not batch_invariant and (width := _few_columns(y_offsets)):
+
+        def of_chunk(chunk: Chunk, block_grad: Tensor, block: Tensor) -> Tensor:
+            sums = bags(block_grad * block, chunk.offsets)
+            return block_grad.sub(sums.index_select(0, chunk.segment)).mul_(block)
+
+        _in_chunks(of_chunk, x_offsets, width, dp, grad, out)
+        return dp
 
     def compute(x_rows: Rows, y_rows: Rows, scores: Rows) -> None:
         shape = -1, x_rows.length, y_rows.length
@@ -137,6 +155,30 @@ def _for_each_group(
     with one_thread() as threads:
         items = list(groups(x_offsets, y_offsets, p_offsets, batch_invariant=batch_invariant))
         in_shares(compute_share, items, lambda group: group[2].num_rows * width, threads)
+
+
+def _few_columns(offsets: Tensor) -> int:
+    """The width of the matrices if it is one and small, otherwise 0."""
+    widths = offsets.diff()
+    width = int(widths[0]) if len(widths) else 0
+    return width if width <= FEW_COLUMNS and bool((widths == width).all()) else 0
+
+
+def _in_chunks(
+    compute: Callable[..., Tensor], offsets: Tensor, width: int, out: Tensor, *operands: Tensor
+) -> None:
+    """Write compute(chunk, its rows of each operand) to its rows of out, for chunks of segments of
+    any lengths. out, operands: `[rows * width]`."""
+    rows = [x.view(-1, width) for x in (out, *operands)]
+
+    def compute_share(share: list[Chunk]) -> None:
+        for chunk in share:
+            found, *given = (x[chunk.keys] for x in rows)
+            found.copy_(compute(chunk, *(x.to(compute_dtype(x)) for x in given)))
+
+    with one_thread() as threads:
+        items, cost = list(chunks(offsets, CHUNK // width)), width * EXPONENTIAL
+        in_shares(compute_share, items, lambda chunk: chunk.num_keys * cost, threads, False)
 
 
 def _take(x: Tensor, rows: Rows) -> Tensor:

@@ -10,6 +10,7 @@ processor's cache and by sums over bags of rows. Rows are neither sorted nor pad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -133,13 +134,15 @@ def _products(x: Tensor, y: Tensor) -> Tensor:
 
 def segment_softmax(s: Tensor, offsets: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:
     """Over the rows of each segment, for each column of s, which is overwritten; and the
-    log-sum-exp of each segment, 0 without a row. offsets, segment: as in Chunk."""
+    log-sum-exp of each segment. Both are 0 where all of s is -inf, or there is no row. offsets,
+    segment: as in Chunk."""
     top = torch.segment_reduce(s, "max", offsets=offsets, unsafe=True)
+    top.masked_fill_(top == -math.inf, 0)
     p = s.sub_(top.index_select(0, segment)).exp_()
     total = torch.segment_reduce(p, "sum", offsets=offsets, unsafe=True)
+    total.masked_fill_(total == 0, 1)
     p.div_(total.index_select(0, segment))
-    empty = (offsets.diff() == 0)[:, None]
-    return p, total.log_().add_(top).masked_fill_(empty, 0)
+    return p, total.log_().add_(top)
 
 
 def bags(x: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:

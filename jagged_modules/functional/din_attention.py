@@ -189,7 +189,7 @@ def attend_by_mlp(
     if num_targets is not None:
         num_targets = normal_form(num_targets, q.device)
     call = DINCall(
-        queries.offsets, keys.offsets, num_targets, mlp.activation, mlp.normalize == "softmax",
+        [queries.offsets, keys.offsets, num_targets], mlp.activation, mlp.normalize == "softmax",
         len(mlp.weights) - 1, kernels,
         mlp.activation == "dice" and units is not None and units.uses_batch, params,
     )  # fmt: skip

@@ -38,24 +38,17 @@ def operators(kernels: bool) -> DINOperators:
 
 
 class DINCall(NamedTuple):
-    """What the node computes, besides its tensors. layers: hidden ones. uses_batch: whether Dice
-    takes the statistics of the batch, which have gradients. mask: the fields of a MaskParams, and
-    num_targets what its targets are; None: all events are seen."""
+    """What the node computes, besides its tensors. segments, mask: as the operators take them.
+    layers: hidden ones. uses_batch: whether Dice takes the statistics of the batch, which have
+    gradients."""
 
-    q_offsets: Tensor
-    kv_offsets: Tensor
-    num_targets: Tensor | None
+    segments: list[Tensor | None]
     activation: str
     softmax: bool
     layers: int
     kernels: bool
     uses_batch: bool
     mask: list[int] | None
-
-    @property
-    def visible(self) -> tuple[list[int] | None, Tensor | None]:
-        """The last arguments of each operator."""
-        return self.mask, self.num_targets
 
 
 class DINTensors(NamedTuple):
@@ -99,7 +92,7 @@ def _statistics(tensors: DINTensors, call: DINCall, units: UnitParameters) -> li
             continue
         missing = [x.new_zeros((3, len(x))) for x in tensors.slopes[layer:]]
         tables = _tables(tensors, [*found, *missing], units.eps)
-        moment = moments(*_arguments(tensors, tables, call), layer, *call.visible)
+        moment = moments(*_arguments(tensors, tables, call), layer, call.mask)
         if means is not None and variances is not None:
             count, mean, variance = moment.unbind()
             unbiased = variance * (count / (count - 1).clamp(min=1))
@@ -142,19 +135,20 @@ class _Node(torch.autograd.Function):
     ) -> Tensor:
         tensors = _grouped(flat, sizes)
         tables = _tables(tensors, statistics, eps)
-        arguments = *_arguments(tensors, tables, call), call.softmax, *call.visible
+        arguments = *_arguments(tensors, tables, call), call.softmax, call.mask
         out, lse = operators(call.kernels).forward(*arguments)
-        ctx.save_for_backward(out, lse, *call[:3], *statistics, *flat)
-        ctx.call, ctx.sizes, ctx.eps = call[3:], sizes, eps  # without the tensors
+        ctx.save_for_backward(out, lse, *call.segments, *statistics, *flat)
+        ctx.call, ctx.sizes, ctx.eps = call[1:], sizes, eps  # without the tensors
         ctx.statistics = len(statistics)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (do,) = grads
-        out, lse, q_offsets, kv_offsets, num_targets, *rest = ctx.saved_tensors
+        out, lse, *segments = ctx.saved_tensors[:5]
+        rest = ctx.saved_tensors[5:]
         statistics, flat = rest[: ctx.statistics], rest[ctx.statistics :]
-        call = DINCall(q_offsets, kv_offsets, num_targets, *ctx.call)
+        call = DINCall(segments, *ctx.call)
         tensors = _grouped(flat, ctx.sizes)
         pulls: dict[int, Tensor] = {}
         delta = (out.to(lse.dtype) * do).sum(1) if call.softmax else lse
@@ -163,7 +157,7 @@ class _Node(torch.autograd.Function):
         def gradients(layer: int) -> list[Tensor]:
             tables = _tables(tensors, statistics, ctx.eps, pulls)
             arguments = _arguments(tensors, tables, call)
-            return run(do, lse, delta, *arguments, call.softmax, layer, *call.visible)
+            return run(do, lse, delta, *arguments, call.softmax, layer, call.mask)
 
         if call.uses_batch:
             tables = _tables(tensors, statistics, ctx.eps)
@@ -200,7 +194,6 @@ def _arguments(tensors: DINTensors, tables: list[Tensor], call: DINCall) -> tupl
         tensors.weights,
         tensors.biases,
         tables or [None] * call.layers,  # AOTInductor takes no empty list
-        call.q_offsets,
-        call.kv_offsets,
+        call.segments,
         call.activation,
     )

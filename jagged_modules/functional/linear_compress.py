@@ -190,13 +190,13 @@ def _check_linear_compress(
 ) -> None:
     """Raise unless all arguments match. Errors about a weight call it names.weights[level]. Errors
     that compare another argument with it call it names.owners[level]."""
-    first = names.weights[0]
     if not len(weights) == len(embeddings) == len(indices) + 1:
         sizes = f"{len(weights)} weights, {len(embeddings)} embeddings and {len(indices)} indices"
         raise ValueError(
             "weights and embeddings must have one entry per level, and indices one less, got"
             f" {sizes}"
         )
+    first = names.weights[0]
     for name, weight in zip(names.weights, weights):
         check_tensor(name, weight, 2, "[M, K]", "linear_compress", implementation)
         _check_alike(name, weight, first, weights[0])

@@ -10,17 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding_bag, pad
 
 from ..autocast import autocast_dtype
 from ..containers.jagged import Jagged
-from ..containers.offsets import rows_and_segments, segments_and_positions
+from ..containers.offsets import block_offsets, rows_and_segments, segments_and_positions
 from ..containers.padding import indices_of_true, padded_to
+from ..cpu.buckets import compute_dtype
 from ..scalars import check_kind, check_size
 from ..segments import check_device, check_integers, checked_offsets, values_are_checkable
-from ..validation import check_dense
+from ..validation import IMPLEMENTATIONS, check_dense, check_implementation
 from .matmul import jagged_jagged_bmm
-from .rows import check_rows, rows_or_zeros
+from .nodes import apply
+from .operands import runs_kernels
+from .rows import check_fill, check_rows, rows_or_zeros
+
+SUM_BLOCK = 512  # rows
 
 
 def jagged_sum(
@@ -32,8 +37,8 @@ def jagged_sum(
 ) -> Tensor:
     """The sum of each segment's rows; 0 for an empty segment.
 
-    Runs `jagged_jagged_bmm` with a column of ones: sums are fp32 or wider, in a fixed order.
-    Gradients of any order.
+    Sums are fp32 or wider, in a fixed order. Kernels are those of `jagged_jagged_bmm`, with a
+    column of ones. Gradients of any order.
 
     Args:
         x: `[L, ...]`, dtypes as in `jagged_dense_bmm`; or any container of them, without offsets.
@@ -51,11 +56,15 @@ def jagged_sum(
     if autocast_dtype(x) != x.dtype:  # sums stay in x's dtype, as torch's
         with torch.autocast(x.device.type, enabled=False):
             return jagged_sum(x, offsets, max_seqlen=max_seqlen, implementation=implementation)
-    rows, ones = x.reshape(x.shape[0], x.shape[1:].numel()), x.new_ones(x.shape[0], 1)
-    sums = jagged_jagged_bmm(
-        ones, rows, offsets, max_seqlen=max_seqlen, implementation=implementation
-    )
-    return sums[:, 0].reshape(-1, *x.shape[1:])
+    rows = x.reshape(x.shape[0], x.shape[1:].numel())
+    check_implementation(implementation, IMPLEMENTATIONS, x.device)
+    if implementation == "auto" and not runs_kernels(implementation, x):
+        offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
+        sums: Tensor = apply(_Sums, rows.to(compute_dtype(rows)), offsets).to(x.dtype)
+    else:
+        options: Any = dict(max_seqlen=max_seqlen, implementation=implementation)
+        sums = jagged_jagged_bmm(x.new_ones(x.shape[0], 1), rows, offsets, **options)[:, 0]
+    return sums.reshape(sums.shape[0], *x.shape[1:])
 
 
 def jagged_mean(
@@ -102,6 +111,7 @@ def jagged_max(x: Any, offsets: Tensor | None = None, empty: float = 0) -> Tenso
     """
     x, offsets, _ = _parts(x, offsets)
     check_rows("jagged_max", "x", x)
+    check_fill("empty", empty, "x", x)
     offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's")
     x = padded_to(x, max(x.shape[0], 1))  # a row, which no segment has, to be gathered from
     total, segments = x.shape[0], offsets.shape[0] - 1
@@ -207,6 +217,30 @@ def jagged_between(
     index = indices_of_true(is_between, total)
     ends = pad(is_between.cumsum(0, dtype=offsets.dtype), (1, 0))[offsets]
     return rows_or_zeros(x, index, None if known else index == x.shape[0]), ends
+
+
+class _Sums(torch.autograd.Function):
+    """Sums of the rows `[L, D]` of each segment, of its blocks first: they round less than one sum
+    of many rows. The last bag has the rows behind the last segment."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets)
+        ctx.rows = x.shape[0]
+        blocks = _bags(x, block_offsets(offsets, SUM_BLOCK, ctx.rows))
+        firsts = torch.arange(offsets.shape[0], dtype=offsets.dtype, device=offsets.device)
+        return _bags(blocks, offsets // SUM_BLOCK + firsts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (offsets,) = ctx.saved_tensors
+        _, segment = rows_and_segments(offsets, ctx.rows)
+        return pad(grads[0], (0, 0, 0, 1)).index_select(0, segment), None
+
+
+def _bags(x: Tensor, offsets: Tensor) -> Tensor:
+    rows = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
+    return embedding_bag(rows, x, offsets, mode="sum")[:-1]
 
 
 def _bound_of_rows(

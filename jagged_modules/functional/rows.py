@@ -69,25 +69,7 @@ def jagged_to_padded(
     """
     check_rows("jagged_to_padded", "values", values)
     check_size("max_seqlen", max_seqlen, at_least=0)
-    check_kind(
-        "padding_value",
-        padding_value,
-        (int, float, complex, torch.SymInt, torch.SymFloat),
-        "a number",
-    )
-    if isinstance(padding_value, complex) and not values.is_complex():
-        raise ValueError(
-            f"padding_value must be a real number for values of {values.dtype}, got {padding_value}"
-        )
-    if (
-        isinstance(padding_value, float)
-        and not values.is_floating_point()
-        and not values.is_complex()
-        and padding_value % 1
-    ):
-        raise ValueError(
-            f"padding_value must be an integer for values of {values.dtype}, got {padding_value}"
-        )
+    check_fill("padding_value", padding_value, "values", values)
     check_choice("side", side, SIDES)
     if truncate is not None:
         check_choice("truncate", truncate, KEPT)
@@ -449,6 +431,16 @@ def check_rows(
     check_dense(name, x)
     if x.dim() < dim:
         raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
+
+
+def check_fill(name: str, value: object, of: str, x: Tensor) -> None:
+    """Raise unless the value is a number that x, which errors call `of`, can hold."""
+    check_kind(name, value, (int, float, complex, torch.SymInt, torch.SymFloat), "a number")
+    if isinstance(value, complex) and not x.is_complex():
+        raise ValueError(f"{name} must be a real number for {of} of {x.dtype}, got {value}")
+    holds_fractions = x.is_floating_point() or x.is_complex()
+    if isinstance(value, float) and not holds_fractions and value % 1:
+        raise ValueError(f"{name} must be an integer for {of} of {x.dtype}, got {value}")
 
 
 def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

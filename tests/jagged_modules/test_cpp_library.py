@@ -23,6 +23,7 @@ from jagged_modules.functional import din_node
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 OFFSETS = torch.tensor([0, 3, 3, 73, 210])  # one tile of keys, several, none
+TWO = torch.tensor([0, 2, 6])
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def test_masks_of_din_attention(din_calls, mask, normalize):
     case = problem("silu", n_q=3, **options)
     values = case.tensors.values()
     torch.testing.assert_close(case.call(*values), case.definition(*values))
-    assert all(arguments[-2] is not None for arguments in din_calls)
+    assert all(arguments[-1] is not None for arguments in din_calls)
 
 
 def din_attention(rows, offsets, weights):
@@ -126,9 +127,9 @@ def test_bits_of_din_attention_depend_on_nothing_else(din_calls):
 @pytest.mark.parametrize(
     "place, given, message",
     [
-        (4, torch.tensor([0, 7, 6]), "q_offsets must not decrease, got 7 before 6 at segment 1"),
-        (5, torch.tensor([0, 2, 9]), "kv_offsets must be 0 to 6, the number of rows, got 0 to 9"),
-        (5, torch.tensor([0, 6]), "q_offsets must be of 1 segments, as kv_offsets, got 2"),
+        (4, [torch.tensor([0, 7, 6]), TWO, None], "q_offsets must not decrease, got 7 before 6 at segment 1"),
+        (4, [TWO, torch.tensor([0, 2, 9]), None], "kv_offsets must be 0 to 6, the number of rows, got 0 to 9"),
+        (4, [TWO, torch.tensor([0, 6]), None], "q_offsets must be of 1 segments, as kv_offsets, got 2"),
         (
             1,
             [torch.ones(3, 7), torch.ones(1, 3)],
@@ -137,15 +138,15 @@ def test_bits_of_din_attention_depend_on_nothing_else(din_calls):
         (0, [torch.ones(6, 8)] * 4, r"a must be of shape \[6, 3\], got \[6, 8\]"),
         (2, [torch.ones(0)], "biases must have 1 elements, got 0"),
         (2, [], "biases must be of 1 layers, got 0"),
-        (6, "gelu!", "din_attention_cpu: no activation gelu!"),
-        (6, "dice", "din_attention_cpu: no activation dice"),
+        (5, "gelu!", "din_attention_cpu: no activation gelu!"),
+        (5, "dice", "din_attention_cpu: no activation dice"),
     ],
 )
 def test_operands_of_din_attention_that_are_no_addresses(operator, place, given, message):
-    rows, offsets = torch.ones(6, 8), torch.tensor([0, 2, 6])
+    rows = torch.ones(6, 8)
     operands = [rows, rows, torch.ones(6, 3), torch.ones(6, 3)]
     weights, biases = [torch.ones(3, 8), torch.ones(1, 3)], [torch.ones(1)]
-    arguments = [operands, weights, biases, [None], offsets, offsets, "relu", True]
+    arguments = [operands, weights, biases, [None], [TWO, TWO, None], "relu", True]
     arguments[place] = given
     with pytest.raises(RuntimeError, match=message):
         torch.ops.jagged_modules_cpp.din_attention_cpu(*arguments)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jagged_modules import functional as F
 from jagged_modules.activations import POINTWISE
-from jagged_modules.cpu.buckets import GATHERED, Rows, groups
+from jagged_modules.cpu.buckets import FEW, GATHERED, Rows, groups, present_segments
 
 from .segments import DTYPES, check_definition, split
 
@@ -296,8 +296,9 @@ def test_host_work_does_not_grow_with_the_segments_nor_padding_with_the_longest(
     assert len(seen) < 20
 
 
-def test_groups_cover_every_row_once(offsets_of):
-    lengths = [GATHERED + 1, 2, 0, 2, 3, GATHERED + 1, 3, 2, GATHERED + 1]
+@pytest.mark.parametrize("empty", [0, FEW], ids=["few", "many"])
+def test_groups_cover_every_row_once(offsets_of, empty):
+    lengths = [GATHERED + 1, 2, 0, 2, 3, GATHERED + 1, *[0] * empty, 3, 2, GATHERED + 1]
     offsets, padded = offsets_of(lengths), offsets_of([7] * len(lengths))
     counts, numbers = (
         torch.zeros(sum(lengths)),
@@ -306,8 +307,16 @@ def test_groups_cover_every_row_once(offsets_of):
     for rows, others in groups(offsets, padded):
         block = rows.take(counts)
         rows.put(counts, block + 1)
-        assert torch.equal(rows.take(numbers)[:, 0], others.take(torch.arange(63) // 7)[:, 0])
+        segments = torch.arange(len(lengths)).repeat_interleave(7)
+        assert torch.equal(rows.take(numbers)[:, 0], others.take(segments)[:, 0])
     assert torch.equal(counts, torch.ones_like(counts))
+
+
+def test_no_loop_over_many_empty_segments(offsets_of):
+    index = present_segments(
+        offsets_of([0] * FEW + [2, 0, 1, 4]), offsets_of([1] * FEW + [3, 5, 0, 1])
+    )
+    assert index.tolist() == [FEW, FEW + 3]
 
 
 def test_segments_one_after_the_other_are_not_copied():

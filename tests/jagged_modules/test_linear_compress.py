@@ -507,6 +507,11 @@ BAD_CALLS = [
         ValueError,
         "one entry per level, and indices one less, got 1 weights, 2 embeddings and 1 indices",
     ),
+    (
+        dict(weights=()),
+        ValueError,
+        "one entry per level, and indices one less, got 0 weights, 2 embeddings and 1 indices",
+    ),
     (dict(weights="W"), TypeError, "^weights must be a tensor or a sequence of them, got str"),
     (
         dict(embeddings=USER[1].numpy()),

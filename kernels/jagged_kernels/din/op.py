@@ -148,12 +148,10 @@ def triton_din(
     weights: list[Tensor],
     biases: list[Tensor],
     tables: list[Tensor | None],
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
+    segments: list[Tensor | None],
     activation: str,
     softmax: bool,
     mask: list[int] | None = None,
-    num_targets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weighted sums of the events.
 
@@ -163,9 +161,9 @@ def triton_din(
         weights: D `[H1, E]`, then `[H2, H1]` of a second hidden layer, then `[1, H]`.
         biases: of the layers but the first.
         tables: fp32 `[7, H]` of each hidden layer with "prelu" or "dice", otherwise None.
-        q_offsets, kv_offsets: `[B + 1]`.
+        segments: the offsets of rows of q and of events `[B + 1]`, and the number of targets of
+            each user `[B]`, if the mask has them.
         mask: the fields of a MaskParams; None: each row of q sees all of its user's events.
-        num_targets: `[B]` int32 or int64, if the mask has targets.
 
     Returns:
         `[R, Ev]`, and the scores' log-sum-exp, fp32 `[R]`, which is not written without softmax.
@@ -174,8 +172,8 @@ def triton_din(
     tensors = operands, weights, biases, tables
     launch = _prepare("fwd", *tensors, activation, softmax, mask=mask)
     out, lse = _fake(operands)
-    rows, num_users = out.shape[0], q_offsets.shape[0] - 1
-    users = Users(q_offsets, kv_offsets, num_targets)
+    rows, num_users = out.shape[0], segments[0].shape[0] - 1
+    users = Users(*segments)
     if rows == 0 or num_users == 0:
         return out.zero_(), lse.zero_()
     k, options = launch.operands.k, launch.constants["OPTIONS"]
@@ -197,7 +195,7 @@ def triton_din(
 
 
 def _moments_fake(
-    operands, weights, biases, tables, q_offsets, kv_offsets, activation, layer, *mask
+    operands, weights, biases, tables, segments, activation, layer, *mask
 ):
     return operands[0].new_empty((3, weights[layer].shape[0]), dtype=torch.float32)
 
@@ -208,22 +206,20 @@ def triton_din_moments(
     weights: list[Tensor],
     biases: list[Tensor],
     tables: list[Tensor | None],
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
+    segments: list[Tensor | None],
     activation: str,
     layer: int,
     mask: list[int] | None = None,
-    num_targets: Tensor | None = None,
 ) -> Tensor:
     """Number of pairs, mean and variance of z of a hidden layer, over all pairs that are
     seen: fp32 `[3, H]`. tables: that of this layer is not read. Others: as `triton_din`."""
     tensors = operands, weights, biases, tables
     launch = _prepare("moments", *tensors, activation, only=layer, mask=mask)
-    rows, num_users = operands[0].shape[0], q_offsets.shape[0] - 1
+    rows, num_users = operands[0].shape[0], segments[0].shape[0] - 1
     size = 3, weights[layer].shape[0]
     if rows == 0 or num_users == 0:
         return operands[0].new_zeros(size, dtype=torch.float32)
-    users = Users(q_offsets, kv_offsets, num_targets)
+    users = Users(*segments)
     programs = launch.programs(rows)
     parts = operands[0].new_empty((programs, *size), dtype=torch.float32)
     din_moments_kernel[(programs,)](
@@ -233,8 +229,7 @@ def triton_din_moments(
 
 
 def _backward_fake(
-    do, lse, delta, operands, weights, biases, tables, q_offsets, kv_offsets, activation, softmax,
-    layer, *mask,
+    do, lse, delta, operands, weights, biases, tables, segments, activation, softmax, layer, *mask,
 ):  # fmt: skip
     return empty_gradients(operands, weights, biases, tables, torch.float32, layer)
 
@@ -248,13 +243,11 @@ def triton_din_backward(
     weights: list[Tensor],
     biases: list[Tensor],
     tables: list[Tensor | None],
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
+    segments: list[Tensor | None],
     activation: str,
     softmax: bool,
     layer: int,
     mask: list[int] | None = None,
-    num_targets: Tensor | None = None,
 ) -> list[Tensor]:
     """Gradients of the operands, in their dtype; of the weights and the biases, and sums `[3, H]`
     of each table, in fp32. The sums are the gradients of slope, bias and weight of the table.
@@ -265,10 +258,10 @@ def triton_din_backward(
             the layers behind it.
     """
     results = empty_gradients(operands, weights, biases, tables, torch.float32, layer)
-    rows, num_users = operands[0].shape[0], q_offsets.shape[0] - 1
+    rows, num_users = operands[0].shape[0], segments[0].shape[0] - 1
     if rows == 0 or num_users == 0 or operands[1].shape[0] == 0:
         return [x.zero_() for x in results]
-    users = Users(q_offsets, kv_offsets, num_targets)
+    users = Users(*segments)
     tensors = operands, weights, biases, tables, activation, softmax
     last, count, do = len(biases) - 1, len(operands), do.contiguous()
     launch = _prepare("dmlp", *tensors, layer, mask)
@@ -295,8 +288,8 @@ def triton_din_backward(
     din_bwd_dkdv_kernel[(cdiv(dk.shape[0], launch.config.block) + num_users,)](
         *launch.tensors, (do, lse, delta, dk, dv), users, num_users, **launch.constants
     )
-    zero_tails((dq, q_offsets), (da, q_offsets))
-    zero_tails(*((x, kv_offsets) for x in (dk, dv)[: count - 3]))
+    zero_tails((dq, segments[0]), (da, segments[0]))
+    zero_tails(*((x, segments[1]) for x in (dk, dv)[: count - 3]))
     d_products, d_of_k = first.sum(0).mT
     results[3].copy_(d_of_k)
     found = list(parts.sum(0).split(sizes))

@@ -115,8 +115,8 @@ def test_moments_are_those_of_all_pairs_where_the_mean_is_large():
     a, of_k = torch.randn(30, 7) + 1e3, torch.randn(7, 6)
     weight, tables = torch.randn(7, 6), [torch.zeros(7, 7)]
     weights, biases = [weight, torch.randn(1, 7)], [torch.zeros(1)]
-    offsets = torch.tensor([0, 0, 30]), case.kv_offsets
-    found = triton_din_moments([q, k, a, of_k], weights, biases, tables, *offsets, "dice", 0)
+    segments = [torch.tensor([0, 0, 30]), case.kv_offsets, None]
+    found = triton_din_moments([q, k, a, of_k], weights, biases, tables, segments, "dice", 0)
     matrices = of_k.double() + weight.double() * q[:, None].double()  # [30, 7, 6]
     z = k[2:].double() @ matrices.mT + a[:, None].double()
     variance, mean = torch.var_mean(z.flatten(0, 1), 0, correction=0)
@@ -142,17 +142,15 @@ def test_operators_pass_opcheck():
     given = [q, k, a, of_k], [torch.randn(5, 4), torch.randn(1, 5)], [torch.randn(1)], table
     rows, targets = torch.randn(3), torch.tensor([1, 0])
     mask = list(AttentionMask(causal=True, num_targets=targets).params)
+    segments, seen = [offsets, offsets, None], [offsets, offsets, targets]
     for operator, arguments in (
-        (op.triton_din, (*given, offsets, offsets, "dice", True)),
-        (op.triton_din_moments, (*given, offsets, offsets, "dice", 0)),
-        (op.triton_din_backward, (q, rows, rows, *given, offsets, offsets, "dice", True, -1)),
-        (op.triton_din_backward, (q, rows, rows, *given, offsets, offsets, "dice", True, 0)),
-        (op.triton_din, (*given, offsets, offsets, "dice", True, mask, targets)),
-        (op.triton_din_moments, (*given, offsets, offsets, "dice", 0, mask, targets)),
-        (
-            op.triton_din_backward,
-            (q, rows, rows, *given, offsets, offsets, "dice", True, -1, mask, targets),
-        ),
+        (op.triton_din, (*given, segments, "dice", True)),
+        (op.triton_din_moments, (*given, segments, "dice", 0)),
+        (op.triton_din_backward, (q, rows, rows, *given, segments, "dice", True, -1)),
+        (op.triton_din_backward, (q, rows, rows, *given, segments, "dice", True, 0)),
+        (op.triton_din, (*given, seen, "dice", True, mask)),
+        (op.triton_din_moments, (*given, seen, "dice", 0, mask)),
+        (op.triton_din_backward, (q, rows, rows, *given, seen, "dice", True, -1, mask)),
     ):
         library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
