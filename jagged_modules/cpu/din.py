@@ -124,9 +124,7 @@ class Single(NamedTuple):
         return self.of_q(do).mul_(p[:, None])
 
 
-def _chunks(
-    segments: list[Tensor | None], mask: list[int] | None
-) -> Iterator[Chunk | Single]:
+def _chunks(segments: list[Tensor | None], mask: list[int] | None) -> Iterator[Chunk | Single]:
     q_offsets, kv_offsets, num_targets = segments
     assert q_offsets is not None and kv_offsets is not None
     if mask is not None:

@@ -145,8 +145,8 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (do,) = grads
-        out, lse, *segments = ctx.saved_tensors[:5]
-        rest = ctx.saved_tensors[5:]
+        out, lse, *rest = ctx.saved_tensors  # checkpointing allows one read
+        segments, rest = rest[:3], rest[3:]
         statistics, flat = rest[: ctx.statistics], rest[ctx.statistics :]
         call = DINCall(segments, *ctx.call)
         tensors = _grouped(flat, ctx.sizes)

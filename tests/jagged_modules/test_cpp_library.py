@@ -127,9 +127,21 @@ def test_bits_of_din_attention_depend_on_nothing_else(din_calls):
 @pytest.mark.parametrize(
     "place, given, message",
     [
-        (4, [torch.tensor([0, 7, 6]), TWO, None], "q_offsets must not decrease, got 7 before 6 at segment 1"),
-        (4, [TWO, torch.tensor([0, 2, 9]), None], "kv_offsets must be 0 to 6, the number of rows, got 0 to 9"),
-        (4, [TWO, torch.tensor([0, 6]), None], "q_offsets must be of 1 segments, as kv_offsets, got 2"),
+        (
+            4,
+            [torch.tensor([0, 7, 6]), TWO, None],
+            "q_offsets must not decrease, got 7 before 6 at segment 1",
+        ),
+        (
+            4,
+            [TWO, torch.tensor([0, 2, 9]), None],
+            "kv_offsets must be 0 to 6, the number of rows, got 0 to 9",
+        ),
+        (
+            4,
+            [TWO, torch.tensor([0, 6]), None],
+            "q_offsets must be of 1 segments, as kv_offsets, got 2",
+        ),
         (
             1,
             [torch.ones(3, 7), torch.ones(1, 3)],

@@ -120,8 +120,8 @@ def test_one_candidate_of_each_user(monkeypatch, activation, normalize, chunk):
     for v_width in (5, None):
         case = problem(activation, normalize=normalize, v_width=v_width, **ONE_EACH)
         assert_as_defined(case)
-    offsets = torch.arange(6), case.kv_offsets
-    assert all(isinstance(x, din.Single) for x in din._chunks(*offsets))
+    segments = [torch.arange(6), case.kv_offsets, None]
+    assert all(isinstance(x, din.Single) for x in din._chunks(segments, None))
 
 
 @pytest.mark.parametrize("activation", ["relu", "prelu", "dice-eval"])

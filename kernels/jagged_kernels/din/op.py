@@ -194,9 +194,7 @@ def triton_din(
     return out, lse
 
 
-def _moments_fake(
-    operands, weights, biases, tables, segments, activation, layer, *mask
-):
+def _moments_fake(operands, weights, biases, tables, segments, activation, layer, *mask):
     return operands[0].new_empty((3, weights[layer].shape[0]), dtype=torch.float32)
 
 
