@@ -138,7 +138,8 @@ def test_large_fp32_sizes_fit_a_thread_block(name):
 def test_masks_compile(name, case):
     """Rows of k that are seen are loaded 16 bytes at a time."""
     (capability, mask), only = case, 0 if name == "moments" else -1
-    options = dict(softmax=True, only=only, mask=MASKS[mask])
+    # softmax: Triton 3.6 does not compile the forward for compute capability 10.0
+    options = dict(softmax=capability != 100, only=only, mask=MASKS[mask])
     compiled = compile_din(capability, name, "bf16", "dice", **options)
     assert "cp.async.cg" in compiled.asm["ptx"] or "ld.global.v4" in compiled.asm["ptx"]
     if capability == 90:
