@@ -144,19 +144,7 @@ def test_other_failures(fuzz_mutant, mutant, kind, words):
 @pytest.mark.slow
 def test_a_minute_on_the_cpu_and_in_the_interpreter():
     """A fixed number of cases, which take about a minute: the same cases on every machine."""
-    flags = [
-        "--device",
-        "cpu",
-        "interpreter",
-        "--workers",
-        "1",
-        "--seed",
-        "1",
-        "--cases",
-        "260",
-        "--seconds",
-        "450",
-    ]
+    flags = "--device cpu interpreter --workers 1 --seed 1 --cases 260 --seconds 450".split()
     done = run([sys.executable, str(TESTS / "fuzz.py"), *flags])
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -22,20 +22,7 @@ from checkpoints import find_checkpoint
 from .test_plans import PROGRAMS, make_trainer
 
 ROOT = Path(__file__).parents[2]
-TINY = [
-    "--device",
-    "cpu",
-    "--users",
-    "25",
-    "--batch-size",
-    "8",
-    "--embedding-dim",
-    "16",
-    "--num-heads",
-    "2",
-    "--dropout",
-    "0",
-]
+TINY = "--device cpu --users 25 --batch-size 8 --embedding-dim 16 --num-heads 2 --dropout 0".split()
 TINY += ["--timeout", str(PATIENCE)]
 ENVIRONMENT = {
     **os.environ,

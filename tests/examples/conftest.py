@@ -1,3 +1,6 @@
+import json
+import os
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -6,8 +9,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from ..marks import PATIENCE
+
+ROOT = Path(__file__).parents[2]
 # The programs in examples/ import the modules beside them, as Python does for a script it runs.
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(ROOT / "examples"))
 
 # A second thread does not make such small models faster, and on a busy machine threads that wait
 # for one another cost minutes.
@@ -89,3 +95,29 @@ def served(tmp_path_factory):
             return self[name]
 
     return Trained()
+
+
+@pytest.fixture
+def run_on_a_log(tmp_path):
+    """Runs train_<name>.py as a program, from another folder, on a log in it → what it prints."""
+
+    def run(name, *arguments):
+        rows = [
+            f"{user}\t{(7 * user + 3 * step) % 40}\t{1 + (user + step) % 5}\t{100 * step}"
+            for user in range(12)
+            for step in range(20)
+        ]
+        (tmp_path / "u.data").write_text("\n".join(rows) + "\n")
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        program = str(ROOT / "examples" / f"train_{name}.py")
+        done = subprocess.run(
+            [sys.executable, program, "--data", "u.data", *arguments], cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
+            timeout=PATIENCE,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        metrics = json.loads((tmp_path / "runs" / name / "metrics.json").read_text())
+        assert metrics["settings"]["data"] == "u.data"
+        return done.stdout
+
+    return run

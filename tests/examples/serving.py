@@ -11,20 +11,9 @@ from checkpoints import load_weights
 from serving_models import make_ranker
 from serving_rankers import NONE, NewEvents, Ranker, Request
 
-TINY = [
-    "--device",
-    "cpu",
-    "--users",
-    "25",
-    "--epochs",
-    "1",
-    "--embedding-dim",
-    "16",
-    "--num-heads",
-    "2",
-    "--max-history",
-    "60",
-]
+TINY = (
+    "--device cpu --users 25 --epochs 1 --embedding-dim 16 --num-heads 2 --max-history 60".split()
+)
 PROGRAMS = {"attention": train_dlrm, "hstu": train_hstu}
 CACHE = 10**7
 CPU = torch.device("cpu")

@@ -129,18 +129,7 @@ def test_rank_is_one_of_the_ranks(sizes):
     "options", [[], pytest.param(["--measure", "--steps", "2"], marks=pytest.mark.slow)]
 )
 def test_prints_idle_times(options, monkeypatch, capfd):
-    sizes = [
-        "--samples",
-        "512",
-        "--mean",
-        "20",
-        "--longest",
-        "60",
-        "--width",
-        "16",
-        "--batch-size",
-        "4",
-    ]
+    sizes = "--samples 512 --mean 20 --longest 60 --width 16 --batch-size 4".split()
     monkeypatch.setattr(sys, "argv", ["balanced_sampler.py", *sizes, *options])
     main()
     out = capfd.readouterr().out

@@ -18,18 +18,7 @@ from serving_app import Service
 from .running import LIMITS, Running
 from .serving import CACHE, CPU, PROGRAMS
 
-TINY = [
-    "--device",
-    "cpu",
-    "--epochs",
-    "1",
-    "--embedding-dim",
-    "16",
-    "--num-heads",
-    "2",
-    "--max-history",
-    "20",
-]
+TINY = "--device cpu --epochs 1 --embedding-dim 16 --num-heads 2 --max-history 20".split()
 every_program = pytest.mark.parametrize("name", PROGRAMS)
 USERS = {  # the ids of a log
     "text": ["007", "7", "a/b", "é ?", *(f"u{n}" for n in range(8))],

@@ -1,7 +1,4 @@
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,22 +10,11 @@ from sequence_data import Windows, make_datasets
 from sequence_model import ENCODERS, Vectors
 from torch.nn import functional
 
-from ..marks import PATIENCE, SLOW
+from ..marks import SLOW
 
 pytestmark = pytest.mark.usefixtures("few_measured_steps")
 ROOT = Path(__file__).parents[2]
-TINY = [
-    "--device",
-    "cpu",
-    "--users",
-    "25",
-    "--epochs",
-    "2",
-    "--embedding-dim",
-    "16",
-    "--num-negatives",
-    "64",
-]
+TINY = "--device cpu --users 25 --epochs 2 --embedding-dim 16 --num-negatives 64".split()
 TINY += ["--max-history", "40", "--batch-events", "512"]
 METRICS = ["hr@10", "ndcg@10", "hr@50", "ndcg@50", "hr@200", "ndcg@200", "mrr"]
 COLUMNS = ["hr@10", "ndcg@10", "mrr"]
@@ -360,21 +346,6 @@ def test_bad_options(arguments, message, capsys):
 
 
 @pytest.mark.slow
-def test_runs_as_a_program_from_anywhere_on_a_given_log(tmp_path):
-    rows = [
-        f"{user}\t{(7 * user + 3 * step) % 40}\t{1 + (user + step) % 5}\t{100 * step}"
-        for user in range(12)
-        for step in range(20)
-    ]
-    (tmp_path / "u.data").write_text("\n".join(rows) + "\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    command = [sys.executable, str(ROOT / "examples" / "train_hstu.py"), "--data", "u.data", *TINY]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
-    assert "u.data: 240 events of 40 items by 12 users, of whom 12 are tested" in done.stdout
-    assert (
-        json.loads((tmp_path / "runs" / "hstu" / "metrics.json").read_text())["settings"]["data"]
-        == "u.data"
-    )
+def test_runs_as_a_program_from_anywhere_on_a_given_log(run_on_a_log):
+    out = run_on_a_log("hstu", *TINY)
+    assert "u.data: 240 events of 40 items by 12 users, of whom 12 are tested" in out
