@@ -24,6 +24,7 @@
 #   make leaderboard [ARGS=...] [OUT=folder]   measure HSTU's attention and layer beside what else computes them, each in a process of
 #                                       its own; ARGS="--only D128 --peers Meta --limit 60", peers on PYTHONPATH
 #   make profile [OUT=folder]           profile the main kernels under ncu, for the record
+#   make lock [ARGS=--upgrade]          pin all packages in constraints/*.txt, of the versions in constraints/*.in
 #   make environments                   make .venv and whatever else the targets above install
 #   make clean                          remove .venv and whatever was built
 #
@@ -39,7 +40,7 @@ SHELL := /bin/bash
 .PHONY: train serve test test-slow test-all test-interpreter test-compile test-modules test-others test-slow-interpreter \
 	test-slow-compile test-slow-modules test-slow-others test-all-interpreter test-all-compile test-all-modules test-all-others \
 	fuzz mutants mutants-sample test-gpu test-newer-tritons test-newer-tritons-sample notebooks lint docs links dist smoke bench \
-	leaderboard profile record environments clean
+	leaderboard profile record environments lock clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
@@ -177,7 +178,7 @@ clean:
 	rm -rf .venv .tritons build dist docs/_build docs/jupyter_execute *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# constraints/ has the versions that work together.
+# constraints/ has versions that work together, of all packages: no release of one changes what is installed.
 .venv/.installed-$(VARIANT): setup.py pyproject.toml Makefile constraints/$(VARIANT).txt
 	rm -f .venv/.installed-*
 	$(PYTHON) -m venv .venv
@@ -185,6 +186,19 @@ clean:
 	$(pip) --constraint constraints/$(VARIANT).txt torch --no-build-isolation --editable ".[dev,notebooks,serve,torchrec]"
 	$(pip) --constraint constraints/$(VARIANT).txt --no-deps $(fbgemm_$(VARIANT)) torchrec $(triton)
 	touch $@
+
+# TorchRec names another torchmetrics and, without a GPU, another fbgemm-gpu: both are added as they stand. torch's CUDA build names what
+# it alone needs by exact versions.
+lock: $(ENV)
+	$(pip) uv
+	set -e; for variant in cpu cuda; do \
+		lock=constraints/$$variant; \
+		$(PY) -m uv pip compile --quiet --universal --python-version 3.10 --no-annotate --no-header --no-emit-index-url \
+			--all-extras --constraint $$lock.in --output-file $$lock.txt $(ARGS) pyproject.toml; \
+		test $$variant = cuda || sed -i -E '/^(nvidia|cuda|triton)\>/d' $$lock.txt; \
+		grep -E '^(torchrec|fbgemm-gpu)' $$lock.in >>$$lock.txt; \
+		sed -i "1i # make lock wrote this from $$variant.in and pyproject.toml, for Python 3.10 and newer." $$lock.txt; \
+	done
 
 environments: $(ENV) $(DOCS_ENV) $(newer_tritons:%=.tritons/%/.installed)
 

@@ -254,6 +254,18 @@ def test_tested_sets_are_in_the_table_of_sets(name):
     assert row.startswith(f"| {pins['torch']} | {pins['torchrec']} | {fbgemm} |")
 
 
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_locks_pin_all_that_is_installed(name, metadata):
+    """`make lock` was run: what the extras name and what constraints/*.in pins has one version."""
+    folder = ROOT / "constraints"
+    pinned = re.findall(r"^([\w.-]+)==\S+", (folder / f"{name}.txt").read_text(), re.MULTILINE)
+    named = [re.match(r"[\w.-]+", item)[0] for item in metadata.get_all("Requires-Dist")]
+    others = {"triton"} if name == "cpu" else set()  # the Makefile's
+    assert len(named) > 30 and {x.lower() for x in named} - others <= {*pinned}
+    exact = re.findall(r"^\S+==\S+$", (folder / f"{name}.in").read_text(), re.MULTILINE)
+    assert len(exact) > 6 and {*exact} <= {*(folder / f"{name}.txt").read_text().splitlines()}
+
+
 def test_images_are_made_of_what_the_project_has(metadata):
     """Files, programs, extras and pinned versions of the Dockerfile. No image is built here."""
     text = (ROOT / "examples" / "docker" / "Dockerfile").read_text()
