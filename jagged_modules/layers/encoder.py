@@ -153,7 +153,7 @@ class JaggedEncoderLayer(Layer):
         norm_first: bool = False,
         activation: str | Callable[[Tensor], Tensor] = "relu",
         mask: AttentionMask | None = None,
-        dropout: float = 0,
+        dropout: float | None = None,
     ) -> Self:
         """A layer with the weights of the modules of an encoder layer that is not torch's, in their
         mode, on their device.
@@ -165,7 +165,8 @@ class JaggedEncoderLayer(Layer):
             norms: norm1 and norm2, each an nn.LayerNorm, an nn.RMSNorm or a module that computes
                 the same, with the same eps.
             num_heads: attention heads, of four linears.
-            norm_first, mask, dropout: as of the constructor.
+            norm_first, mask: as of the constructor.
+            dropout: as of the constructor; if None, that of an nn.MultiheadAttention, or 0.
             activation: as of the constructor, or a function or module with these values.
 
         Raises:
@@ -179,7 +180,9 @@ class JaggedEncoderLayer(Layer):
             layer = jm.JaggedEncoderLayer.from_parts(projections, ffn, (norm, norm), num_heads=4)
         """
         if isinstance(attention, nn.Module):
-            num_heads = int(checked_attention(attention).num_heads)
+            module = checked_attention(attention)
+            num_heads = int(module.num_heads)
+            dropout = float(module.dropout) if dropout is None else dropout
         elif len(attention) != 4 or num_heads is None:
             raise ValueError(
                 "attention must be an nn.MultiheadAttention, or four linears with num_heads, got"
@@ -196,7 +199,7 @@ class JaggedEncoderLayer(Layer):
             norm_first=norm_first,
             activation=activation,
             mask=mask,
-            dropout=dropout,
+            dropout=dropout or 0,
             **norm_of(norms),
             **place(linears[0]),
         )

@@ -156,6 +156,15 @@ def test_parts_without_parameters():
     assert own.training
 
 
+@pytest.mark.parametrize("given, expected", [({}, 0.3), ({"dropout": 0}, 0)])
+def test_dropout_of_parts(given, expected):
+    """That of the nn.MultiheadAttention unless another is given."""
+    attention = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.3)
+    linears, norms = (nn.Linear(WIDTH, WIDTH),) * 2, (nn.LayerNorm(WIDTH),) * 2
+    own = jm.JaggedEncoderLayer.from_parts(attention, linears, norms, **given)
+    assert own.dropout.p == own.attention.config.attention_dropout == expected
+
+
 class OwnNorm(nn.Module):
     """A norm as other libraries write it: torch's LayerNorm or RMSNorm, or one that divides by the
     unbiased deviation."""

@@ -11,8 +11,10 @@ LENGTHS, WIDTH = torch.tensor([3, 1, 5]), 16
 X = torch.randn(3, 6, WIDTH, dtype=torch.float64)
 
 
-def encoder():
-    model = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True, dtype=torch.float64).eval()
+def encoder(norm_first=False):
+    model = nn.TransformerEncoderLayer(
+        WIDTH, 2, 32, batch_first=True, norm_first=norm_first, dtype=torch.float64
+    ).eval()
     return model, jm.JaggedEncoderLayer.from_torch(model)
 
 
@@ -61,8 +63,10 @@ def test_each_reason(padded, jagged, side, reasons):
         assert expected in reason and reason in str(found)
 
 
-def test_a_missing_mask_explains_the_error():
-    model, layer = encoder()
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_missing_mask_explains_the_error(norm_first):
+    """A norm that comes first hides rows of equal numbers."""
+    model, layer = encoder(norm_first)
     found = jm.compare_padded(lambda x, real: model(x), layer, X, LENGTHS)
     assert found.error > 1e-3 * found.size and "reads" in found.reasons()[0]
 
