@@ -107,7 +107,7 @@ def two_ranks():
     ranks.stop()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def two_gpus():
     """Two processes of one NCCL group, each with a GPU: `two_gpus.run(function, *args)`."""
     if torch.cuda.device_count() < 2:

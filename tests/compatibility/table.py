@@ -164,6 +164,11 @@ FEATURES = {  # by the file of their tests
             Feature(f"DMP, {plan}", "The same with this plan.")
             for plan in ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard")
         ),
+        Feature(
+            "DMPCollection",
+            "The same with two replicas of row-wise tables, after `sync`.",
+            gpu=True,
+        ),
         *(
             Feature(name, "The same with row-wise tables and this pipeline.")
             for name in (
@@ -191,6 +196,9 @@ FEATURES = {  # by the file of their tests
         Feature(
             "MPZCH, evaluation",
             "`HashZchManagedCollisionModule` maps ids to rows. Results equal those of these rows.",
+        ),
+        Feature(
+            "MPZCH, training", "The same of three steps, in which it enters the ids.", gpu=True
         ),
         Feature(
             "TorchRec quantisation",
@@ -308,8 +316,7 @@ def document() -> str:
     )
     return f"""# Compatibility
 
-What works with the [layers](api/layers.md). The linked file tests each row for all of them. "GPU": it works, and needs one. "no": the test checks the error. A
-layer is named where it differs from most. Numbers in brackets refer to the notes.
+What works with the [layers](api/layers.md). The linked file tests each row for all of them. "GPU": it works, and needs one. "no": the test checks the error.
 
 {table(["feature", "works", "what the test checks"], lines)}
 

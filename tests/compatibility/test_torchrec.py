@@ -324,16 +324,16 @@ def test_two_gpus(two_gpus, trains_tables_on_gpus):
     two_gpus.run(train_under_all_plans)
 
 
-def train_replicas():
-    for name in CASES:
-        train(name, "row_wise", Synced, f"cuda:{dist.get_rank()}", replicas=2)
+def train_replicas(name):
+    train(name, "row_wise", Synced, f"cuda:{dist.get_rank()}", replicas=2)
 
 
-@pytest.mark.gpu
 @pytest.mark.large_memory
-def test_replicas_of_tables_on_two_gpus(two_gpus, trains_tables_on_gpus):
-    """DMPCollection, which takes no CPU."""
-    two_gpus.run(train_replicas)
+@pytest.mark.gpu
+@feature("DMPCollection")
+def test_replicas_of_tables(case, two_gpus, trains_tables_on_gpus):
+    """It takes no CPU."""
+    two_gpus.run(train_replicas, case.name)
 
 
 class Staged(Steps):
@@ -442,38 +442,72 @@ def test_permuted_features(case):
     torch.testing.assert_close(*results)
 
 
-def with_managed_ids(collection):
-    """The collection, whose ids MPZCH maps. FBGEMM enters new ids on a GPU only; in evaluation, an
-    id that was never entered has the row of its hash."""
-    bags = isinstance(collection, torchrec.EmbeddingBagCollection)
-    tables = collection.embedding_bag_configs() if bags else collection.embedding_configs()
-    modules = {
-        table.name: HashZchManagedCollisionModule(
-            zch_size=NUM_ITEMS, device=torch.device("cpu"), total_num_buckets=1
+def with_managed_ids(model, rows):
+    """The model with large ids, which MPZCH maps; each collection adds their rows to `rows`. Tables
+    of the same features share a map: on a GPU, the order in which ids enter it decides."""
+    managed, device, maps = copy.deepcopy(model), next(model.parameters()).device, {}
+    for name, collection in collections(managed).items():
+        bags = isinstance(collection, torchrec.EmbeddingBagCollection)
+        tables = collection.embedding_bag_configs() if bags else collection.embedding_configs()
+        for table in tables:
+            if (key := tuple(table.feature_names)) not in maps:
+                maps[key] = HashZchManagedCollisionModule(
+                    zch_size=NUM_ITEMS, device=device, total_num_buckets=1
+                )
+        modules = {table.name: maps[tuple(table.feature_names)] for table in tables}
+        kind = (
+            ManagedCollisionEmbeddingBagCollection if bags else ManagedCollisionEmbeddingCollection
         )
-        for table in tables
-    }
-    kind = ManagedCollisionEmbeddingBagCollection if bags else ManagedCollisionEmbeddingCollection
-    return kind(collection, ManagedCollisionCollection(modules, tables), True).eval()
+        mapped = kind(collection, ManagedCollisionCollection(modules, tables), True)
+        mapped.register_forward_hook(
+            lambda _, features, result: rows.append(result[1]) or result[0]
+        )
+        setattr(managed, name, mapped)
+    return managed
+
+
+def with_large_ids(batch):
+    ids = 10**12 + 7**9 * batch.values()
+    return torchrec.KeyedJaggedTensor(FEATURES, ids, lengths=batch.lengths())
 
 
 @feature("MPZCH, evaluation")
 @torch.no_grad()
 def test_managed_ids(case):
+    """An id that was never entered has the row of its hash."""
     model, batch, rows = make_model(case.name).eval(), make_batches()[0], []
-    managed = copy.deepcopy(model)
-    for name, collection in collections(model).items():
-        mapped = with_managed_ids(collection)
-        mapped.register_forward_hook(
-            lambda _, features, result: rows.append(result[1]) or result[0]
-        )
-        setattr(managed, name, mapped)
-    large = torchrec.KeyedJaggedTensor(
-        FEATURES, 10**12 + 7**9 * batch.values(), lengths=batch.lengths()
-    )
-    _, out = managed(large)
+    _, out = with_managed_ids(model, rows).eval()(with_large_ids(batch))
     assert rows[0].values().unique().numel() > NUM_ITEMS // 4
     assert torch.equal(out, model(rows[0])[1])
+
+
+@pytest.mark.gpu
+@feature("MPZCH, training")
+def test_managed_ids_in_training(case, trains_tables_on_gpus):
+    """FBGEMM enters new ids on a GPU only."""
+    model, rows = make_model(case.name, "cuda"), []
+    managed = with_managed_ids(model, rows)
+    optimizers = [
+        torch.optim.SGD([x for x in each.parameters() if x.requires_grad], lr=RATE)
+        for each in (managed, model)
+    ]
+    row_of = {}  # of each id that the first table has entered
+    for batch in make_batches(device="cuda"):
+        rows.clear()
+        large, results = with_large_ids(batch), []
+        for each, optimizer, features in zip((managed, model), optimizers, (large, None)):
+            optimizer.zero_grad()
+            loss, out = each(rows[0] if features is None else features)
+            loss.backward()
+            optimizer.step()
+            results.append(out)
+        torch.testing.assert_close(*results)
+        first = FEATURES[0]
+        for id, row in zip(large[first].values().tolist(), rows[0][first].values().tolist()):
+            assert row_of.setdefault(id, row) == row
+    trained = [x for x in managed.parameters() if x.requires_grad]
+    assert len({*row_of.values()}) == len(row_of) > NUM_ITEMS // 4
+    torch.testing.assert_close(trained, [*model.parameters()])
 
 
 @feature("TorchRec quantisation")
