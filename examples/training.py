@@ -206,7 +206,8 @@ def next_item_metrics(
     """Mean hit rate and NDCG at each cutoff, and mean reciprocal rank, for rankings with one target
     each, at `ranks` [N] counted from 0.
 
-    A rank may be `MISSED`, which is no hit and adds 0 to all means.
+    A rank may be `MISSED`, which is no hit and adds 0 to all means. These are torchmetrics'
+    values, as a test checks; its functions sort the items of one user at a time.
     """
     gains = 1 / torch.log2(ranks.double() + 2)
     metrics = {}

@@ -1,4 +1,8 @@
-"""Reads the texts of a log's columns, in blocks of rows."""
+"""Reads the texts of a log's columns, in blocks of rows.
+
+`csv` and `json` read text. pyarrow's reader takes an eighth of the time, which is 7 s for a million
+rows, but no separator of two characters, and its errors do not name the line of a bad value.
+"""
 
 import csv
 import gzip

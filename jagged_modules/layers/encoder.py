@@ -180,8 +180,9 @@ class JaggedEncoderLayer(Layer):
             layer = jm.JaggedEncoderLayer.from_parts(projections, ffn, (norm, norm), num_heads=4)
         """
         if isinstance(attention, nn.Module):
-            num_heads = int(checked_attention(attention).num_heads)
-            dropout = attention.dropout if dropout is None else dropout
+            module = checked_attention(attention)
+            num_heads = int(module.num_heads)
+            dropout = float(module.dropout) if dropout is None else dropout
         elif not 2 <= len(attention) <= 4 or num_heads is None:
             raise ValueError(
                 "attention must be an nn.MultiheadAttention, or two to four linears with num_heads,"

@@ -166,7 +166,7 @@ FEATURES = {  # by the file of their tests
         ),
         Feature(
             "DMPCollection",
-            "The same with row-wise tables in two replicas, which `sync` after each step.",
+            "The same with two replicas of row-wise tables, after `sync`.",
             gpu=True,
         ),
         *(
@@ -198,10 +198,7 @@ FEATURES = {  # by the file of their tests
             "`HashZchManagedCollisionModule` maps ids to rows. Results equal those of these rows.",
         ),
         Feature(
-            "MPZCH, training",
-            "The same in training: ids that it enters keep their rows. Three steps equal those of the"
-            " model without it, on these rows.",
-            gpu=True,
+            "MPZCH, training", "The same of three steps, in which it enters the ids.", gpu=True
         ),
         Feature(
             "TorchRec quantisation",
@@ -319,8 +316,7 @@ def document() -> str:
     )
     return f"""# Compatibility
 
-What works with the [layers](api/layers.md). The linked file tests each row for all of them. "GPU": it works, and needs one. "no": the test checks the error. A
-layer is named where it differs from most. Numbers in brackets refer to the notes.
+What works with the [layers](api/layers.md). The linked file tests each row for all of them. "GPU": it works, and needs one. "no": the test checks the error.
 
 {table(["feature", "works", "what the test checks"], lines)}
 
