@@ -11,6 +11,7 @@ from torch import nn
 from jagged_modules.transforms import fuse_broadcasts, placement
 from jagged_modules.transforms.analysis import Analysis
 from jagged_modules.transforms.capture import evaluate
+from jagged_modules.transforms.clean_up import clean_up
 
 pytest.importorskip("torchrec")
 
@@ -228,6 +229,7 @@ def test_reshapes_cost_nothing_where_a_view_has_the_shape():
     """Of slices of rows, but not of transposed ones."""
     model = Model(lambda user, item: (user[:, :, :8].reshape(-1, 5, 2, 4), user.mT.reshape(-1, 80)))
     captured = capture(model, (torch.randn(4, 5, 16), torch.randn(4, 1)), {})
+    clean_up(captured.graph)
     costs = placement.Costs(Analysis(), partial(evaluate, hints=captured.hints, unknown=1))
     reshapes = [x for x in captured.graph.nodes if x.target in placement.RESHAPES]
     assert [costs.full(x).bytes for x in reshapes] == [0, 2 * 4 * 4 * 80]
