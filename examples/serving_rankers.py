@@ -132,11 +132,11 @@ class Ranker(ABC):
         if page_rows is None:
             page_rows = PAGE_ROWS.get(self.device.type, 128)
         self.run: Any = jm.graphed(self.step, **GRAPHS) if graphs else self.step
-        self.cache = (
-            jm.PagedHistoryCache(self._cached_layer(), max_bytes, page_rows, cache_dtype)
-            if max_bytes
-            else None
-        )
+        self.cache: jm.PagedHistoryCache | None = None
+        if max_bytes:
+            layer = self._cached_layer()
+            layer.takes_host_tables = graphs
+            self.cache = jm.PagedHistoryCache(layer, max_bytes, page_rows, cache_dtype)
         self.ratings: list[float] = []
         self.store: EventStore | None = None
         self.stages = Stages()

@@ -140,6 +140,7 @@ class _Graphed(nn.Module):
     """The result of `graphed`. It shares the module's parameters, buffers and submodules, so names
     and state_dict are the module's."""
 
+    takes_host_tables = True  # see `CachingLayer`
     _last: weakref.ref[Call] | None
 
     def __init__(

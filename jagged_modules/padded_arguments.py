@@ -235,7 +235,8 @@ class Arguments:
         )
 
     def _flatten_pages(self, name: str, x: PagedRows) -> tuple[Any, ...]:
-        rows, page_rows, room = x.num_rows, x.pages.page_rows, None
+        offsets, pages = x.tables
+        rows, page_rows, room = pages.num_rows, pages.page_rows, None
         if x.room is not None:
             spare = x.room.storage.shape[0] - 1
             room = (
@@ -247,11 +248,11 @@ class Arguments:
         return (
             "pages",
             self._add(name, STORAGE, x.storage),
-            self._add(name, OFFSETS, x.offsets, rows),
-            self._add(name, TABLE, x.pages.table, rows, x.num_segments, page_rows),
+            self._add(name, OFFSETS, offsets, rows),
+            self._add(name, TABLE, pages.table, rows, offsets.shape[0] - 1, page_rows),
             page_rows,
             room,
-            self._add_scales(name, x.pages.scales),
+            self._add_scales(name, pages.scales),
             x.dtype,
         )
 

@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import functools
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from jagged_kernels.attention.pages import Pages
 from torch import Tensor
 
-from ..segments import Segmentation
+from ..segments import Segmentation, outside_inference_mode, segmentation_of
 from .jagged import Jagged
 from .offsets import segments_and_positions
 
 DTYPES_OF_8_BITS = torch.int8, torch.float8_e4m3fn
+
+
+@dataclasses.dataclass(eq=False)
+class HostTables:
+    """The offsets and the page table of rows in pages, on the host, where `jm.graphed` takes them
+    from. All layers share them, and their copy on the rows' device, which the first use makes."""
+
+    offsets: Tensor
+    pages: Pages
+    device: torch.device
+
+    @functools.cached_property
+    def moved(self) -> tuple[Tensor, Pages, Segmentation]:
+        """Offsets, pages and segmentation, on the device."""
+        with outside_inference_mode():
+            offsets = self.offsets.to(self.device, non_blocking=True)
+            pages = self.pages.to(self.device)
+        own, copied = self.pages.table, pages.table
+        if copied is not own:  # the pages are in use as long as either table exists
+            weakref.finalize(copied.untyped_storage(), _forget, own).atexit = False
+        return offsets, pages, segmentation_of(offsets, self.offsets.diff())
+
+
+def _forget(table: Tensor) -> None:
+    """Called with what was kept until now."""
 
 
 class PagedRows(Jagged):
@@ -21,12 +48,15 @@ class PagedRows(Jagged):
     for `values` gets a copy, made once.
 
     storage: `[num_pages · page_rows, ...]`, on the device of the pages' table and of offsets.
+    host: where these two come from at their first use; None: they are there.
     dtype: of `values`; another one than that of the storage if the pages have scales.
     room: where an HSTU's `append` writes the keys and values of the events that follow; None:
     nowhere.
     """
 
     room: Room | None = None
+    host: HostTables | None = None
+    _scales: Tensor | None = None
 
     def __init__(
         self,
@@ -40,16 +70,41 @@ class PagedRows(Jagged):
         self.dtype = dtype
         self._known, self._container, self.feature_keys = segmentation, None, None
 
-    def __getattr__(self, name: str) -> Tensor:
-        """`values`, until the first use stores it."""
+    @classmethod
+    def of(
+        cls, storage: Tensor, scales: Tensor | None, tables: HostTables, dtype: torch.dtype
+    ) -> PagedRows:
+        """Rows whose tables are on the host. scales: as in `Pages`, on the storage's device."""
+        rows = cls.__new__(cls)
+        rows.storage, rows.max_seqlen, rows.dtype, rows.host = storage, None, dtype, tables
+        rows._scales, rows._container, rows.feature_keys = scales, None, None
+        return rows
+
+    @property
+    def tables(self) -> tuple[Tensor, Pages]:
+        """The offsets and the pages, on the host if they were made there."""
+        if self.host is None:
+            return self.offsets, self.pages
+        return self.host.offsets, dataclasses.replace(self.host.pages, scales=self._scales)
+
+    def __getattr__(self, name: str) -> Any:
+        """`values`, and tables on the device, until the first use stores them."""
+        if name in ("offsets", "pages", "_known") and self.host is not None:
+            self.offsets, pages, self._known = self.host.moved
+            self.pages = dataclasses.replace(pages, scales=self._scales)
+            return vars(self)[name]
         if name != "values":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self.values = gather_keys(self.pages, self.offsets, self.dtype, self.storage)[0]
         return self.values
 
     @property
+    def num_segments(self) -> int:
+        return self.tables[0].shape[0] - 1
+
+    @property
     def num_rows(self) -> int:
-        return self.pages.num_rows
+        return self.tables[1].num_rows
 
     @property
     def device(self) -> torch.device:
@@ -73,8 +128,9 @@ class PagedRows(Jagged):
 
 class Room(NamedTuple):
     """Reserved rows for the events that follow those of `PagedRows`. rows: int64 `[N]` of the
-    storage, in the order of the events. grown: the rows and the events after them. storage, scales:
-    those of the rows with a spare row behind them, which no page has."""
+    storage, on its device or on the host, in the order of the events. grown: the rows and the
+    events after them. storage, scales: those of the rows with a spare row behind them, which no
+    page has."""
 
     rows: Tensor
     grown: PagedRows
@@ -89,7 +145,8 @@ class Room(NamedTuple):
                 "the layer's keys and values must keep the dtype of the first put,"
                 f" {self.grown.dtype}, got {events.dtype}"
             )
-        write_rows(self.storage, self.scales, self.rows, events)
+        rows = self.rows.to(self.storage.device, non_blocking=True)
+        write_rows(self.storage, self.scales, rows, events)
         return self.grown
 
 

@@ -34,7 +34,8 @@ class CachingLayer(Protocol):
 
     append_reads_cache: whether the keys and values of new events depend on the cached rows. A layer
         may also have `append_writes_pages`: whether its `append` then writes them into the rows
-        that a `PagedRows` with room reserves.
+        that a `PagedRows` with room reserves; and `takes_host_tables`: whether it copies tables of
+        pages from the host itself, as graphs do.
     max_cached_rows: how many of the latest rows the next events and targets see; None: all.
     """
 
@@ -137,7 +138,8 @@ class PagedHistoryCache:
         self.layer, self.max_bytes, self.page_rows = layer, max_bytes, page_rows
         self._version, self._weights = 0, tuple[object, ...]()
         self._storages: list[torch.UntypedStorage] = []
-        self._rows = RowStorage(page_rows, _checked_dtype(dtype))
+        on_host = getattr(layer, "takes_host_tables", False)
+        self._rows = RowStorage(page_rows, _checked_dtype(dtype), on_host)
         self._table: PageTable | None = None
         self._hits = self._misses = 0
         # the second guards all attributes
@@ -448,7 +450,7 @@ class PagedHistoryCache:
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         table.pin(pinned)
         # which all layers, and what is mapped to other tensors of them, share
-        shared = layers[0].pages.table.untyped_storage()
+        shared = layers[0].tables[1].table.untyped_storage()
         weakref.finalize(shared, self._read.append, (pinned, stream)).atexit = False
         return self._rows.history(layers, self.layer.max_cached_rows)
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
-from ..containers.pages import PagedRows, Room, from_8_bits, gather_pages, write_rows
-from ..segments import segmentation_of
+from ..containers.pages import HostTables, PagedRows, Room, from_8_bits, gather_pages, write_rows
 from .pages import CacheFull, RowRange, UserPages, row_indices
 
 
@@ -25,10 +24,14 @@ class RowStorage:
     `jm.graphed`; None before `allocate`.
     scales: `[rows, layers, H]` beside them. timestamps: `[rows]`, if the layer has them.
     dtype: of the layer's keys and values.
+    tables_on_host: whether rows in pages keep their tables on the host until they are used.
     """
 
-    def __init__(self, page_rows: int, stored_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, page_rows: int, stored_dtype: torch.dtype | None, tables_on_host: bool
+    ) -> None:
         self.page_rows, self.stored_dtype = page_rows, stored_dtype
+        self.tables_on_host = tables_on_host
         self.dtype: torch.dtype | None = None
         self.values: Tensor | None = None
         self.scales: Tensor | None = None
@@ -105,7 +108,7 @@ class RowStorage:
 
     def write_timestamps(self, index: Tensor, new: Tensor | None) -> None:
         if self.timestamps is not None and new is not None:
-            self.timestamps.index_copy_(0, index, new)
+            self.timestamps.index_copy_(0, index.to(self.device, non_blocking=True), new)
 
     def gather(self, ranges: Sequence[RowRange], max_rows: int | None) -> HistoryCache:
         """A copy of these ranges."""
@@ -124,26 +127,25 @@ class RowStorage:
     def in_pages(self, known: Sequence[UserPages], lengths: list[int]) -> tuple[PagedRows, ...]:
         """So many rows of each user, from the start of the pages, of each layer."""
         assert self.dtype is not None
-        pages = Pages.of([x.pages for x in known], lengths, self.page_rows).to(self.device)
+        pages = Pages.of([x.pages for x in known], lengths, self.page_rows)
         ends = torch.tensor([0, *itertools.accumulate(lengths)], device="cpu")
-        offsets = ends.to(self.device, non_blocking=True)
-        host_lengths = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-        segmentation = segmentation_of(offsets, host_lengths)
+        tables = HostTables(ends, pages, self.device)
+        parts = ((x[:-1], s if s is None else s[:-1]) for x, s in self._layers())
+        if self.tables_on_host:
+            return tuple(PagedRows.of(x, scales, tables, self.dtype) for x, scales in parts)
+        offsets, pages, segmentation = tables.moved
         return tuple(
             PagedRows(
-                values[:-1],
-                offsets,
-                pages if scales is None else dataclasses.replace(pages, scales=scales[:-1]),
-                segmentation,
-                self.dtype,
+                x, offsets, dataclasses.replace(pages, scales=scales), segmentation, self.dtype
             )
-            for values, scales in self._layers()
+            for x, scales in parts
         )
 
     def rooms(self, known: Sequence[UserPages], ranges: Sequence[RowRange]) -> Iterator[Room]:
         """For each layer these ranges, behind the rows of each user."""
         grown = self.in_pages(known, [x.begin + x.length for x in ranges])
-        index, _, _ = self.indices(ranges)
+        device = torch.device("cpu") if self.tables_on_host else self.device
+        index, _, _ = row_indices(ranges, self.page_rows, device)
         for rows, (values, scales) in zip(grown, self._layers()):
             yield Room(index, rows, values, scales)
 

@@ -74,6 +74,38 @@ def test_padding_is_written_to_the_spare_row(padded):
     assert cache.layer._steps
 
 
+@pytest.mark.parametrize("stored", [None, torch.int8], ids=str)
+def test_graphs_take_the_tables_of_pages_from_the_host(padded, monkeypatch, stored):
+    """No replay makes their copies on the device. What runs without a graph makes one for all
+    layers."""
+    layer = hstu(jm.HSTUConfig(scaling_seqlen=400)).eval()
+    graph, appended = jm.graphed(layer), []
+    cache = jm.PagedHistoryCache(graph, 2**20, PAGE, stored)
+    plain = jm.PagedHistoryCache(layer, 2**20, PAGE, stored)
+    events, targets = (jagged([torch.randn(n, WIDTH).double()]) for n in (3, 2))
+    with_room = cache._with_room
+
+    def kept_with_room(*args):
+        appended.append(with_room(*args))
+        return appended[-1]
+
+    monkeypatch.setattr(cache, "_with_room", kept_with_room)
+    history = jagged([torch.randn(200, WIDTH).double()])
+    for x in (cache, plain):
+        x.put(["a"], history), x.append(["a"], events)
+    kept, expected = cache.select(["a"]), plain.select(["a"])
+    with torch.no_grad():
+        scores = graph.score(targets, kept).values
+        read = [*kept.layers, *appended[0].layers, *(x.room.grown for x in appended[0].layers)]
+        assert not any({"offsets", "pages"} & vars(x).keys() for x in read)
+        for x in (kept, expected):
+            torch.testing.assert_close(scores, layer.score(targets, x).values)
+    first, second, *_ = kept.layers
+    assert first.offsets is second.offsets and first.pages.table is second.pages.table
+    assert first.segmentation is second.segmentation
+    assert torch.equal(first.segmentation.host_lengths, torch.tensor([203]))
+
+
 def test_each_storage_has_graphs_of_its_own(padded):
     layer = jm.JaggedTargetAttention(WIDTH, HEADS).eval()
     graph, targets = jm.graphed(layer), torch.randn(1, 3, WIDTH)
@@ -209,3 +241,40 @@ def test_a_replay_with_arguments_on_the_host_copies_once():
     copies = {x.key: x.count for x in profile.key_averages() if "HtoD" in x.key}
     assert copies == {"Memcpy HtoD (Pinned -> Device)": 1}
     assert graph._captures == 1
+
+
+@pytest.mark.gpu
+def test_an_append_and_a_score_copy_once_each():
+    """Page tables, offsets, the rows to write and the rows of the call are one copy."""
+    layer = hstu(jm.HSTUConfig(scaling_seqlen=400)).float().cuda().eval()
+    cache = jm.PagedHistoryCache(jm.graphed(layer), 2**24, PAGE)
+    events, targets = (jagged([torch.randn(n, WIDTH)]) for n in (1, 2))
+    cache.put(["a"], jagged([torch.randn(200, WIDTH, device="cuda")]))
+
+    @torch.no_grad()
+    def step():
+        cache.append(["a"], events)
+        cache.layer.score(targets, cache.select(["a"]))
+        torch.cuda.synchronize()
+
+    step()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+    copies = {x.key: x.count for x in profile.key_averages() if "HtoD" in x.key}
+    assert copies == {"Memcpy HtoD (Pinned -> Device)": 2}
+
+
+@pytest.mark.gpu
+def test_pages_are_read_as_long_as_a_copy_of_their_table_exists():
+    """Also if that of the host is gone."""
+    layer = jm.JaggedTargetAttention(WIDTH, HEADS, device="cuda")
+    cache = jm.PagedHistoryCache(jm.graphed(layer), 2**20, PAGE)
+    cache.put(["a"], jagged([torch.randn(200, WIDTH, device="cuda")]))
+    table = cache.select(["a"]).layers[0].pages.table
+    pages = set(cache._table.users["a"].pages)
+    with cache._ordered():
+        assert pages <= cache._table._pins.keys()
+    del table
+    with cache._ordered():
+        assert not cache._table._pins
