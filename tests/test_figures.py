@@ -165,3 +165,19 @@ def test_results_of_examples_note_when_and_where(path):
     record = read(path)
     runs = [record.get("settings", record), *record.get("runs", [])]
     assert {"date", "commit"} <= record.keys() and any("device" in run for run in runs)
+
+
+def test_figures_of_histories_in_8_bits():
+    """Those of docs/serving.md, in their order."""
+    record = read("examples/results/cached-ranks.json")["rows"]
+    rows = {(x["dtype"], x["cache"]): x for x in record}
+    fp32, bfloat16 = (rows[x, "as the model"] for x in ("float32", "bfloat16"))
+    int8, float8 = (rows["float32", x] for x in ("int8", "float8"))
+    assert int8["users_per_gb"] == float8["users_per_gb"]
+    text = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    paragraph = text.partition("**8 bits**")[2].partition("\n\n")[0]
+    assert re.findall(r"\d+,\d{3}|\d+\.\d(?= %)|\.\d{4}", paragraph) == [
+        *(f"{x['users_per_gb']:,}" for x in (fp32, bfloat16, int8)),
+        *(f"{100 * x['equal_top_10']:.1f}" for x in (int8, float8, bfloat16)),
+        *(f"{x['ndcg@10']:.4f}"[1:] for x in (fp32, int8, float8, bfloat16)),
+    ]
