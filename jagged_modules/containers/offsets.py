@@ -14,7 +14,8 @@ def block_offsets(offsets: Tensor, block_size: int, total: int) -> Tensor:
     counted from the segment's start. Each block becomes a segment. Some new segments are empty:
     their number follows from total and B, so no length is read. The blocks of segment b begin at
     new segment offsets[b] // block_size + b."""
-    firsts = offsets // block_size + torch.arange(
+    # torch.export.draft_export of 2.13 fails at // of tensors
+    firsts = torch.div(offsets, block_size, rounding_mode="trunc") + torch.arange(
         offsets.shape[0], dtype=offsets.dtype, device=offsets.device
     )
     blocks = torch.arange(

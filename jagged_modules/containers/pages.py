@@ -202,6 +202,9 @@ def gather_pages(pages: Pages, offsets: Tensor, *storages: Tensor) -> list[Tenso
     offsets = offsets.to(storages[0].device, non_blocking=True)
     pages = pages.to(storages[0].device)
     segments, positions = segments_and_positions(offsets, pages.num_rows)
-    entries = offsets[segments] // pages.page_rows + segments + positions // pages.page_rows
+    first, within = (  # not by //, at which torch.export.draft_export of 2.13 fails
+        torch.div(x, pages.page_rows, rounding_mode="trunc") for x in (offsets[segments], positions)
+    )
+    entries = first + segments + within
     rows = pages.table[entries].long() * pages.page_rows + positions % pages.page_rows
     return [x.index_select(0, rows) for x in storages]

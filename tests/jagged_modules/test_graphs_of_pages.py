@@ -102,6 +102,15 @@ def test_an_exported_score_serves_all_batches(name, dtype, strict):
         torch.testing.assert_close(exported(*inputs), model(*inputs))
 
 
+def test_a_drafted_score_of_pages():
+    """At the sizes of the example, which torch's report names."""
+    model, dynamic = Score("target", None), torch.export.Dim.DYNAMIC
+    inputs, rows = model.inputs(*BATCHES[0]), {0: dynamic}
+    shapes = [rows, rows], [([{}, rows, [rows, dynamic]],)]
+    program = torch.export.draft_export(model, inputs, dynamic_shapes=shapes)
+    torch.testing.assert_close(program.module()(*inputs), model(*inputs))
+
+
 class OfTensors(torch.nn.Module):
     """Attention to keys and values in pages, whose table is an input."""
 
