@@ -123,18 +123,11 @@ def _runs_hopper(k: Tensor, options: Options) -> bool:
     """Whether the forward is Hopper's. k: the events."""
     aligned = has_descriptor(k[:, None])
     capability = device_properties(k.device).capability
-    return forward_runs_on_hopper(
-        DINProblem(
-            options.width,
-            options.hidden,
-            k.dtype,
-            options.same,
-            aligned,
-            options.mask is not None,
-            k.device.type,
-            capability,
-        )  # fmt: skip
-    )
+    problem = DINProblem(
+        options.width, options.hidden, k.dtype, options.same, aligned, options.mask is not None,
+        k.device.type, capability,
+    )  # fmt: skip
+    return forward_runs_on_hopper(problem)
 
 
 def _fake(operands, *_):
