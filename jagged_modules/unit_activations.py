@@ -14,7 +14,9 @@ from torch import Tensor
 from .activations import POINTWISE
 
 # feature → its factors of q, of k and of their product
-FEATURES = {"q": (1, 0, 0), "k": (0, 1, 0), "q-k": (1, -1, 0), "q*k": (0, 0, 1)}
+FEATURES = {
+    "q": (1, 0, 0), "k": (0, 1, 0), "q-k": (1, -1, 0), "k-q": (-1, 1, 0), "q*k": (0, 0, 1)
+}  # fmt: skip
 WITH_PARAMETERS = ("prelu", "dice")
 UNIT_ACTIVATIONS = ("sigmoid", *WITH_PARAMETERS, "relu", "silu", "identity")
 
@@ -132,5 +134,8 @@ def first_layer(weight: Tensor, features: Sequence[str], width: int) -> tuple[Te
 
 def pair_features(q: Tensor, k: Tensor, features: Sequence[str]) -> Tensor:
     """The features of pairs of rows of q and k `[P, E]`: `[P, |features| · E]`."""
-    values = {"q": lambda: q, "k": lambda: k, "q-k": lambda: q - k, "q*k": lambda: q * k}
+    values = {
+        "q": lambda: q, "k": lambda: k, "q-k": lambda: q - k, "k-q": lambda: k - q,
+        "q*k": lambda: q * k,
+    }  # fmt: skip
     return torch.cat([values[name]() for name in features], 1)

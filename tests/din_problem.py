@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from jagged_modules import functional, reference
 from jagged_modules.reference import din_attention_reference
-from jagged_modules.unit_activations import FEATURES, UnitParameters
+from jagged_modules.unit_activations import UnitParameters
 
 ACTIVATIONS = ("sigmoid", "relu", "prelu", "dice", "dice-eval", "silu", "identity")
 KINKED = ("relu", "prelu")  # their derivatives jump
@@ -21,6 +21,7 @@ KINKED = ("relu", "prelu")  # their derivatives jump
 # side in a thousand, 3 deviations away, would be missing in most sets of samples; from an error 4
 # times as large, each set has about 15 of 64.
 ENLARGED = 4.0
+FEATURES = "q", "k", "q-k", "q*k"  # as published
 
 
 @dataclasses.dataclass
@@ -66,7 +67,7 @@ class Problem:
         q_offsets = torch.searchsorted(self.candidates[order].contiguous(), users)
         rows = q[order].reshape(-1, q.shape[-1])
         n_q = q.shape[1] if q.dim() == 3 else 1
-        o = dict(normalize=None, features=tuple(FEATURES)) | self.options
+        o = dict(normalize=None, features=FEATURES) | self.options
         out = din_attention_reference(
             rows, k, v, q_offsets * n_q, self.kv_offsets, weights, biases,
             o["activation"], o["normalize"], o["features"], units,
@@ -112,7 +113,7 @@ def problem(
     def random(*shape, scale=1.0):
         return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(device)
 
-    rows, features = sum(lengths), options.get("features", tuple(FEATURES))
+    rows, features = sum(lengths), options.get("features", FEATURES)
     tensors = dict(q=random(len(candidates), *[n_q] * (n_q > 0), width), k=random(rows, width))
     if v_width is not None:
         tensors["v"] = random(rows, v_width)

@@ -500,7 +500,7 @@ OPERATORS = {
         | dict(
             activation=("sigmoid", "silu", "relu", "identity", "prelu", "dice", "dice-eval"),
             normalize=mostly(None, "softmax"),
-            features=(("q", "k", "q-k", "q*k"), ("q*k",), ("k", "q"), ("q-k", "q*k", "k")),
+            features=(("q", "k", "q-k", "q*k"), ("q*k",), ("k", "q"), ("k-q", "q*k", "k")),
             width=(Range(1, 8), Range(9, 64), Range(65, 256)),
             v_width=mostly(None, Range(1, 8), Range(9, 64), Range(65, 256)),  # None: v is k
             hidden=((8,), (1,), (7, 4), (33, 16), (100,), (80, 40)),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..autocast import host_operator
-from ..unit_activations import unit_activation, unit_activation_gradients
+from ..unit_activations import UnitTable, unit_activation, unit_activation_gradients
 from .buckets import Rows, compute_dtype, groups
 from .one_query import are_single, bags, chunks, segment_softmax
 
@@ -143,6 +143,15 @@ def _indices(rows: Rows) -> Tensor:
     return found.view(-1, rows.length)
 
 
+def _activated(z: Tensor, name: str, table: Tensor | None) -> Tensor:
+    """`unit_activation`. Dice in six passes over z, most of them in place, instead of nine."""
+    if name != "dice" or table is None:
+        return unit_activation(z, name, table)
+    units = UnitTable(*table)
+    p = (z - units.mean).mul_(units.rstd * units.weight).add_(units.bias).sigmoid_()
+    return torch.lerp(units.slope, torch.ones_like(units.slope), p).mul_(z)
+
+
 class _Operands:
     """The operator's tensors in the dtype of its arithmetic."""
 
@@ -176,7 +185,7 @@ class _Operands:
         """z and h of the first layers, given z of the first one: `layers` of z, one less of h."""
         zs, hs = [z], []
         for layer in range(1, layers):
-            hs.append(unit_activation(zs[-1], self.activation, self.tables[layer - 1]))
+            hs.append(_activated(zs[-1], self.activation, self.tables[layer - 1]))
             zs.append(linear(hs[-1], self.weights[layer], self.biases[layer - 1]))
         return zs, hs
 
@@ -184,7 +193,7 @@ class _Operands:
         """The chunk's pairs, all z and h, and its scores `[P]`."""
         pairs, last = self.pairs(chunk), len(self.biases)
         zs, hs = self.hidden(pairs.z, last)
-        hs.append(unit_activation(zs[-1], self.activation, self.tables[last - 1]))
+        hs.append(_activated(zs[-1], self.activation, self.tables[last - 1]))
         s = torch.addmv(self.biases[-1], hs[-1], self.weights[-1].flatten())
         return pairs, zs, hs, s
 

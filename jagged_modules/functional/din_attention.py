@@ -77,8 +77,8 @@ def din_attention(
         activation: "sigmoid", "relu", "silu", "identity", "prelu" or "dice". The last two need
             `units`.
         normalize: None: the weights are the scores, as published. "softmax": over the events.
-        features: the features in the order of the first weight's columns, each of "q", "k", "q-k"
-            and "q*k" at most once.
+        features: the features in the order of the first weight's columns, each of "q", "k",
+            "q-k", "k-q" and "q*k" at most once.
         units: slopes of PReLU, or slopes and statistics of Dice.
         implementation: "auto", "reference" or "triton". The kernels take one or two hidden layers
             of at most 256 units, E and Ev up to 256, and E · H1 + H1 · H2 up to 32768 (14336 in

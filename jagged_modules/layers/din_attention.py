@@ -44,8 +44,8 @@ class JaggedDINAttention(Layer):
             `functional.din_attention`.
         activation: of the hidden layers: "sigmoid", "dice", "prelu", "relu", "silu" or "identity".
         normalize: None: the weights are the scores, as published. "softmax": over the events.
-        features: in the order of the first linear's columns: different ones of "q", "k", "q-k" and
-            "q*k".
+        features: in the order of the first linear's columns: different ones of "q", "k", "q-k",
+            "k-q" and "q*k".
         device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
         eps, momentum: of Dice's batch norm, see `from_torch` for those of other libraries.
         affine: whether this norm has weights and biases.

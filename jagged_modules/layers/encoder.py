@@ -159,12 +159,12 @@ class JaggedEncoderLayer(Layer):
         mode, on their device.
 
         Args:
-            attention: an nn.MultiheadAttention, or four linears: of queries, keys, values and the
-                output.
+            attention: an nn.MultiheadAttention, or linears: of queries, keys and values in this
+                order, each one or several in one, and of the output.
             linears: linear1 and linear2, each an nn.Linear, or an nn.Conv1d with kernel_size 1.
             norms: norm1 and norm2, each an nn.LayerNorm, an nn.RMSNorm or a module that computes
                 the same, with the same eps.
-            num_heads: attention heads, of four linears.
+            num_heads: attention heads, of linears.
             norm_first, mask, dropout: as of the constructor.
             activation: as of the constructor, or a function or module with these values.
 
@@ -180,10 +180,10 @@ class JaggedEncoderLayer(Layer):
         """
         if isinstance(attention, nn.Module):
             num_heads = int(checked_attention(attention).num_heads)
-        elif len(attention) != 4 or num_heads is None:
+        elif not 2 <= len(attention) <= 4 or num_heads is None:
             raise ValueError(
-                "attention must be an nn.MultiheadAttention, or four linears with num_heads, got"
-                f" {len(attention)} modules and num_heads {num_heads}"
+                "attention must be an nn.MultiheadAttention, or two to four linears with num_heads,"
+                f" got {len(attention)} modules and num_heads {num_heads}"
             )
         if not isinstance(activation, str):
             activation = activation_of("activation", activation)

@@ -59,12 +59,20 @@ def load_attention(layer: nn.Module, module: Any) -> None:
 
 
 def load_projections(layer: nn.Module, linears: Sequence[Any]) -> None:
-    """Copy the linears of queries, keys, values and the output into a layer as above."""
+    """Copy the linears of queries, keys and values, which may be parts of one, and of the output
+    into a layer as above."""
     own: Any = layer
-    q, k, v, out = (linear_of(f"attention[{i}]", linear) for i, linear in enumerate(linears))
-    load(own.q_proj, *q)
-    biases = [w.new_zeros(len(w)) if b is None else b for w, b in (k, v)]
-    load(own.kv_proj, torch.cat([k[0], v[0]]), torch.cat(biases))
+    *parts, out = (linear_of(f"attention[{i}]", linear) for i, linear in enumerate(linears))
+    weight = torch.cat([w for w, _ in parts])
+    bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in parts])
+    width = own.q_proj.weight.shape[0]
+    if len(weight) != 3 * width:
+        raise ValueError(
+            f"attention must have linears with {width} outputs for queries, keys and values each,"
+            f" then that of the output, got {[len(w) for w, _ in parts]} outputs before the last"
+        )
+    load(own.q_proj, weight[:width], bias[:width])
+    load(own.kv_proj, weight[width:], bias[width:])
     load(own.out_proj, *out)
 
 
@@ -83,10 +91,11 @@ def linear_of(name: str, module: Any) -> tuple[Tensor, Tensor | None]:
 
 def activation_of(name: str, given: Callable[[Tensor], Tensor]) -> str:
     """The name of the activation that has the values of this function or module."""
-    x = torch.linspace(-10, 10, 161, dtype=torch.float64, device="cpu")
-    values = _in_float64(given)(x)
+    # an even number: gated activations halve it
+    x = torch.linspace(-10, 10, 162, dtype=torch.float64, device="cpu")
+    values = _in_float64(given)(x.clone())  # some write to their operand
     for known, activation in POINTWISE.items():
-        if torch.allclose(activation.function(x), values, 1e-9, 1e-9):
+        if values.shape == x.shape and torch.allclose(activation.function(x), values, 1e-9, 1e-9):
             return known
     raise ValueError(f"{name} must have the values of one of {tuple(POINTWISE)}, got {given}")
 

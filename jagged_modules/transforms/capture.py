@@ -13,12 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..scalars import check_kind
 from .lineage import Size, size_of
 
 LARGE_BATCHES = [2**i + j for i in range(10, 32) for j in (-1, 0, 1)]
 MAP_NAME = "candidate_to_user"
+FAST_PATH = (
+    torch.ops.aten._transformer_encoder_layer_fwd.default,
+    torch.ops.aten._native_multi_head_attention.default,
+)
+COPIES_OF_CONSTANTS = torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.clone.default
 
 
 @dataclass
@@ -32,6 +38,8 @@ class Captured:
         inputs: the placeholders of each entry of forward's inputs, by its name: see `named`.
         hints: sizes of the example, by symbol.
         labels: where each symbol is a size, for instance "history[0]".
+        fast: attentions that calls of the model compute in torch's fast path, with a mask. The
+            graph has scaled_dot_product_attention instead.
     """
 
     module: fx.GraphModule
@@ -40,6 +48,7 @@ class Captured:
     inputs: dict[str, list[fx.Node]]
     hints: dict[Size, int]
     labels: dict[Size, str]
+    fast: list[fx.Node]
 
     def add_map(self, dtype: torch.dtype, like: fx.Node) -> fx.Node:
         """An input candidate_to_user of forward, with one entry for each row of `like`."""
@@ -132,6 +141,7 @@ def captured_from(
     module._forward_pre_hooks.clear()
     module._forward_hooks.clear()
     _drop_assertions(module.graph)
+    _read_numbers(module)
     hints, labels = dict[Size, int](), dict[Size, str]()
     names, inputs = _input_names(model, args, kwargs), dict[str, list[fx.Node]]()
     for name, node in zip(names, module.graph.find_nodes(op="placeholder")):
@@ -143,7 +153,41 @@ def captured_from(
                 if isinstance(size, torch.SymInt) and size_of(size).is_Symbol:
                     hints[size_of(size)] = size.node.hint
                     labels.setdefault(size_of(size), f"{node.meta['input']}[{dim}]")
-    return Captured(module, module.graph, (args, kwargs), inputs, hints, labels)
+    fast = _fast_attentions(module.graph, model, args, kwargs)
+    return Captured(module, module.graph, (args, kwargs), inputs, hints, labels, fast)
+
+
+class _FastPath(TorchDispatchMode):
+    """Counts masked attentions that torch computes in its fast path."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in FAST_PATH:
+            names = [x.name for x in func._schema.arguments]
+            given = dict(zip(names, args)) | (kwargs or {})
+            self.calls += given.get("mask") is not None
+        return func(*args, **(kwargs or {}))
+
+
+def _fast_attentions(
+    graph: fx.Graph, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[fx.Node]:
+    """`Captured.fast`. None if a call of the model shows another number of them than the graph."""
+    if not any(
+        isinstance(x, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for x in model.modules()
+    ):
+        return []
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    found = graph.find_nodes(op="call_function", target=attention)
+    fast = _FastPath()
+    with torch.no_grad(), fast:
+        model(*args, **kwargs)
+    return list(found) if fast.calls == len(found) else []
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
@@ -157,6 +201,30 @@ def _drop_assertions(graph: fx.Graph) -> None:
             and condition.args[1] == 2
         ):
             graph.erase_node(node)
+
+
+def _read_numbers(module: fx.GraphModule) -> None:
+    """Replace fills with a constant without dimensions, as `torch.tensor(-1e9)`, by fills with its
+    number. torch.export has names of its own for constants of the code, unlike for buffers."""
+    aten = torch.ops.aten
+    fills: dict[Any, tuple[Any, int]] = {
+        aten.masked_fill.Tensor: (aten.masked_fill.Scalar, 0),
+        aten.where.self: (aten.where.ScalarOther, 1),
+    }
+    for node in module.graph.nodes:
+        if node.target not in fills:
+            continue
+        target, position = fills[node.target]
+        *given, value = node.args
+        while isinstance(value, fx.Node) and value.target in COPIES_OF_CONSTANTS:
+            value = value.args[0]
+        if not isinstance(value, fx.Node) or value.op != "get_attr":
+            continue
+        path, _, name = str(value.target).rpartition(".")
+        constant = getattr(module.get_submodule(path), name)
+        keeps_dtype = node.meta["val"].dtype == given[position].meta["val"].dtype
+        if name.startswith("lifted_tensor_") and not constant.dim() and keeps_dtype:
+            node.target, node.args = target, (*given, constant.item())
 
 
 def bound_inputs(

@@ -333,7 +333,7 @@ def make_plan(
         return found, Costs(found, estimate)
 
     analysis, costs = analysed()
-    before = costs.whole(captured.graph)
+    before = costs.whole(captured.graph, captured.fast)
     if split_levels(captured.graph, analysis, estimate):
         analysis, costs = analysed()
     attentions = find_din_attentions(captured.graph, analysis, estimate).values()

@@ -148,7 +148,9 @@ class Costs:
         # the rows of a batch are one dimension of a product with a weight
         sizes = [shape[-1] for shape in shapes] if of_weight else sum((x[-2:] for x in shapes), [])
         smallest = min(sizes)
-        return smallest / (smallest + (processor.edge if of_weight else processor.batched_edge))
+        # attention is one kernel, which does not write its scores
+        is_plain = of_weight or node.target is aten.scaled_dot_product_attention.default
+        return smallest / (smallest + (processor.edge if is_plain else processor.batched_edge))
 
     def bytes(self, node: Any) -> float:
         tensors = [x for x in flat(node.meta.get("val")) if isinstance(x, torch.Tensor)]
@@ -181,18 +183,25 @@ class Costs:
             x: self.share(fusion.lineage or self.analysis.lineages.get(x)) for x in fusion.operands
         }
         read = sum(self.bytes(x) * shares.get(x, 1.0) for x in fusion.inputs)
-        flops += sum(map(self._fused_flops, fusion.products))
         if not isinstance(fusion, DINAttention):
+            flops += sum(map(self._fused_flops, fusion.products))
             return self.of(node, flops, read + self.bytes(node))
-        # the first linear multiplies q ∘ k alone
-        features = len(fusion.mlp["features"])
-        flops -= self._fused_flops(fusion.products[0]) * (1 - 1 / features)
-        cost = self.of(node, flops, read + self.bytes(node))
+        # each product at its own rate; the first linear multiplies q ∘ k alone
+        shares_of = [1 / len(fusion.mlp["features"]), *[1.0] * len(fusion.products)]
+        products = [
+            self.of(x, self._fused_flops(x) * share, 0)
+            for x, share in zip(fusion.products, shares_of)
+        ]
+        total = sum(products, self.of(node, 0, read + self.bytes(node)))
+        cost = replace(total, kernels=1, starts=total.starts / total.kernels)
         if node.meta["val"].device.type != "cpu":
             return cost
-        # in chunks that stay in a cache; a kernel has them in registers
-        of_activations = sum(self.full(x).work for x in fusion.activations)
-        return replace(cost, work=cost.work + OF_CACHED * of_activations)
+        # in chunks that stay in a cache; a kernel has them in registers: q ∘ k, what q and k add to
+        # the first linear, the activations and the weighted sum
+        key, value = fusion.operands[:2]
+        cached = 2 * self.bytes(key) + 4 * self.bytes(fusion.products[0]) + self.bytes(value)
+        cached += sum(self.full(x).work for x in fusion.activations)
+        return replace(cost, work=cost.work + OF_CACHED * cached)
 
     def _fused_flops(self, node: fx.Node) -> float:
         """On the base, if there is one."""
@@ -224,12 +233,20 @@ class Costs:
             and self.estimate(size) * value.element_size() % VECTOR_BYTES == 0
         )
 
-    def whole(self, graph: fx.Graph) -> Cost:
-        """Of the captured model as it is, and of the gathers of its inputs."""
+    def whole(self, graph: fx.Graph, fast: Iterable[fx.Node] = ()) -> Cost:
+        """Of the captured model as it is, and of the gathers of its inputs. fast: attentions in
+        torch's fast path."""
         given = {
             x for x in self.analysis.lineages if x in self.analysis.sources or x.op == "placeholder"
         }
-        return sum((self.gather(x) if x in given else self.full(x) for x in graph.nodes), Cost())
+        costs = (self.gather(x) if x in given else self.full(x) for x in graph.nodes)
+        return sum(map(self._more_in_fast_path, fast), sum(costs, Cost()))
+
+    def _more_in_fast_path(self, attention: fx.Node) -> Cost:
+        query, key = positional(attention)[:2]
+        scores = product(shape_of(query.meta["val"])[:-1]) * shape_of(key.meta["val"])[-2]
+        processor = CPU if attention.meta["val"].device.type == "cpu" else GPU
+        return Cost(work=self.estimate(scores) * processor.masked_score)
 
     def _operator(self, node: fx.Node, share: Callable[[fx.Node], float]) -> Cost:
         if not is_operator(node) or not isinstance(first_of(node.meta.get("val")), torch.Tensor):
@@ -238,10 +255,14 @@ class Costs:
             operand = positional(node)[0].meta["val"]
             expanded = any(size_of(stride) == 0 for stride in operand.stride())
             # of an expansion, see gather
-            copies = node.target in RESHAPES and not is_contiguous(operand) and not expanded
+            copies = node.target in RESHAPES and not expanded and self._needs_copy(operand, node)
             return self.of(node, 0, 2 * self.bytes(node) * share(node)) if copies else Cost()
         if node.target in LOOKUPS:  # reads as much as it writes, not the whole table
-            return self.of(node, 0, 2 * self.bytes(node) * share(node))
+            given = first_of(node.meta["val"])
+            indices = list(filter(is_tensor, flat(positional(node)[1])))
+            one = len(indices) == 1 and node.target is aten.index.Tensor  # then whole rows
+            computed = 0 if one else self.elements(given) * share(node)
+            return self.of(node, 0, 2 * self.bytes(node) * share(node), computed=computed)
         operands = {x for x in node.all_input_nodes if is_tensor(x)}
         moved = sum(self.bytes(x) * share(x) for x in operands) + self.bytes(node) * share(node)
         if node.target is not aten.cat.default:
@@ -253,6 +274,22 @@ class Costs:
         dim = Call(node, {}).dim("dim", value.dim())
         vectors = all(self.is_vector(x.meta["val"], dim) for x in operands)
         return self.of(node, 0, moved, 0 if vectors else self.elements(value) * share(node))
+
+    def _needs_copy(self, operand: torch.Tensor, reshape: fx.Node) -> bool:
+        """Whether no view of the operand has the shape."""
+        if is_contiguous(operand):
+            return False
+        sizes, strides, shape = (
+            [self.estimate(x) for x in given]
+            for given in (
+                shape_of(operand), map(size_of, operand.stride()), shape_of(reshape.meta["val"])
+            )
+        )  # fmt: skip
+        try:
+            torch.empty_strided(sizes, strides, device="meta").view(shape)
+        except RuntimeError:
+            return True
+        return False
 
     def _flops(self, node: fx.Node) -> float:
         if node not in self._counted:

@@ -26,6 +26,8 @@ class Processor:
             do on CUDA unless slices are vectors.
         edge, batched_edge: a GEMM whose smallest size is this one has half of the rate, and so have
             those of a batch of matrices.
+        masked_score: bytes per score of masked attention in torch's fast path, more than in
+            scaled_dot_product_attention.
         elements: more bytes per element of the largest operand, of operators that compute more than
             they read and write.
         call, attention, compression: bytes in the time in which the host issues an operator, and in
@@ -41,19 +43,22 @@ class Processor:
     compression: float
     edge: float = 0
     batched_edge: float = 0
+    masked_score: float = 0
     elements: Mapping[Any, float] = field(default_factory=dict)
 
 
 # measured of fp32 [80000, 64], less the bytes that the operator reads and writes
 OF_CPU = {
+    120: "index.Tensor",  # by several indices
     80: "where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar"
         " masked_fill.Tensor",
     50: "tanh.default max.dim min.dim",
-    25: "softmax.int _softmax.default layer_norm.default rms_norm.default",
+    30: "embedding_bag.padding_idx",
+    25: "softmax.int _softmax.default rms_norm.default",
     18: "exp.default gelu.default",
     12: "sigmoid.default silu.default _to_copy.default",
     8: "eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar eq.Tensor ne.Tensor lt.Tensor"
-       " le.Tensor gt.Tensor ge.Tensor",
+       " le.Tensor gt.Tensor ge.Tensor layer_norm.default",
 }  # fmt: skip
 _ELEMENTS = {
     getattr(getattr(aten, name.split(".")[0]), name.split(".")[1]): cost
@@ -65,12 +70,13 @@ _ELEMENTS = {
 # GPU, one H200: 722 TFLOP/s of a bf16 GEMM, 67 of fp32, 4.24 TB/s of a copy, 2 µs a small kernel in
 # a CUDA graph. Element by element, index_select copied 8.4 million elements in 40 µs and cat 11.2
 # million in 34 µs: 3.8 ps each.
+# nn.TransformerEncoder's fast path takes 5 ns more for each score: it computes exp one by one.
 # Eager calls of bench_broadcast.py: the slow host of an H100 issued an attention with its groups in
 # the time of 60 operators, a compression in that of 15; a host that issues an operator in 8 µs is
 # assumed. One thread of the EPYC takes 10, 900 and 80 µs.
 CPU = Processor(
     3.75, 3.75, kernel=60e3, element=0, call=2e5, attention=18e6, compression=1.6e6, edge=12,
-    batched_edge=45, elements=_ELEMENTS,
+    batched_edge=45, masked_score=100, elements=_ELEMENTS,
 )  # fmt: skip
 GPU = Processor(
     flops=16, flops_16_bit=170, kernel=8e6, element=16, call=34e6, attention=2e9, compression=5e8

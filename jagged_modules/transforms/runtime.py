@@ -325,25 +325,31 @@ def attend_by_mlp_in_place(
     value: Tensor,
     candidates: CandidateIndex,
     hidden: Tensor | None,
-    weights: list[Tensor],
-    biases: list[Tensor | None],
+    *,
     units: dict[str, Any],
     eps: float,
-    **options: Any,
+    activation: str,
+    normalize: str | None,
+    features: list[str],
+    mean_of_hidden: bool,
+    **mlp: Any,
 ) -> Tensor:
-    """`din_attention` of each candidate, `[C, 1, E]`, to its user's keys, of which there is one
-    copy per user.
+    """`din_attention` of each candidate, `[C, 1, E]` or `[C, E]`, to its user's keys, of which
+    there is one copy per user.
 
     Args:
         key, value: `[U, T, E]` and `[U, T, Ev]`.
         candidates, hidden: as of `attend_in_place`.
-        biases: None: of zeros.
         units: arguments of `UnitParameters`, without any if the activation has none. A slope may be
-            one number for all units.
-        eps: of the batch norms.
+            one number for all units, or have more dimensions of size 1.
+        eps: of the batch norms in Dice.
+        activation, normalize, features: of `din_attention`.
+        mean_of_hidden: whether a softmax of no visible keys gives the mean of all values, because
+            they were hidden by a finite number. Otherwise NaN.
+        mlp: arguments of `_linears`.
 
     Returns:
-        `[C, 1, Ev]`. A softmax of no visible keys gives NaN.
+        `[C, 1, Ev]`.
     """
     num_users, num_keys = key.shape[:2]
     k = key.flatten(0, 1)
@@ -354,20 +360,54 @@ def attend_by_mlp_in_place(
         rows, offsets = visible_first(hidden)
         v = v.index_select(0, rows)
         k = v if value is key else k.index_select(0, rows)
-    biases_or_zeros = [
-        weight.new_zeros(weight.shape[0]) if bias is None else bias
-        for weight, bias in zip(weights, biases)
-    ]
+    weights, biases = _linears(**mlp)
     parameters = None
     if units:
-        slopes = [x.expand(len(weight)) for x, weight in zip(units["slopes"], weights)]
+        slopes = [x.flatten().expand(len(y)) for x, y in zip(units["slopes"], weights)]
         parameters = UnitParameters(**{**units, "slopes": slopes}, eps=eps)
-    given = query, k, v, candidates, offsets, weights, biases_or_zeros
+    query = query if query.dim() == 3 else query.unsqueeze(1)
+    given = query, k, v, candidates, offsets, weights, biases
+    options: dict[str, Any] = dict(activation=activation, normalize=normalize, features=features)
     out = din_attention(*given, units=parameters, **options)
-    if options["normalize"] is None or hidden is None:
-        return out
-    lost = (offsets.diff() == 0)[candidates.users(query.shape[0])]
-    return out.masked_fill(lost[:, None, None], math.nan)
+    if normalize is not None and hidden is not None:
+        users = candidates.users(len(out))
+        lost = (offsets.diff() == 0)[users][:, None, None]
+        if mean_of_hidden:
+            out = torch.where(lost, value.mean(1, keepdim=True)[users], out)
+        else:
+            out = out.masked_fill(lost, math.nan)
+    return out
+
+
+def _linears(
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    norms: list[dict[str, Any] | None],
+    factor: float,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The linears that `din_attention` takes.
+
+    Args:
+        biases: None: of zeros.
+        norms: arguments of the batch norms in eval mode that follow the linears.
+        factor: of the last linear's results.
+    """
+    biases_or_zeros = [
+        weight.new_zeros(len(weight)) if bias is None else bias
+        for weight, bias in zip(weights, biases)
+    ]
+    pairs = list(zip(weights, biases_or_zeros))
+    for i, norm in enumerate(norms):
+        if norm is not None:
+            scale = (norm["running_var"] + norm["eps"]).rsqrt()
+            scale = scale if norm["weight"] is None else scale * norm["weight"]
+            weight, bias = pairs[i]
+            bias = (bias - norm["running_mean"]) * scale
+            bias = bias if norm["bias"] is None else bias + norm["bias"]
+            pairs[i] = (weight * scale[:, None]).to(weight.dtype), bias.to(weight.dtype)
+    if factor != 1:
+        pairs[-1] = pairs[-1][0] * factor, pairs[-1][1] * factor
+    return [x for x, _ in pairs], [x for _, x in pairs]
 
 
 def _equal_segments(number: int, rows: int, device: torch.device) -> Tensor:

@@ -125,15 +125,18 @@ def _expanded_from(index: fx.Node, dim: int) -> fx.Node | None:
 
 
 def find_uniform(call: Call) -> Moved | None:
-    """A result whose rows are all the same along a dimension: expand, zeros, ones, full. Its base
-    has one row. x.new_zeros and the like read the dtype and the device of x alone."""
+    """A result whose rows are all the same along a dimension: expand, repeat, zeros, ones, full.
+    Its base has one row. x.new_zeros and the like read the dtype and the device of x alone."""
     name, shape = str(call.target._schema.name), call.shape()
-    if name == "aten::expand" and call.only():
+    sizes_of = "repeats" if name == "aten::repeat" else "size"
+    if name in ("aten::expand", "aten::repeat") and call.only():
         own = call.shape(call["self"])
         shift = len(shape) - len(own)
         dims = [
             d for d, size in enumerate(shape) if size != 1 and (d < shift or own[d - shift] == 1)
         ]
+        if name == "aten::repeat":  # of a number of rows, it is a copy in the model too
+            dims = [d for d in dims if not shape[d].is_Integer]
     elif name in CREATORS and call.only("self"):
         dims = [d for d, size in enumerate(shape) if not size.is_Integer]
     else:
@@ -141,8 +144,7 @@ def find_uniform(call: Call) -> Moved | None:
     if not dims:
         return None
     dim = next((d for d in dims if not shape[d].is_Integer), dims[0])
-    sizes: list[Any] = list(call["size"])
+    sizes: list[Any] = list(call[sizes_of])
     sizes[dim] = 1
-    return Moved(
-        Lineage((Map("one", rows_in=sympy.Integer(1), rows_out=shape[dim]),), dim), dict(size=sizes)
-    )
+    one = Map("one", rows_in=sympy.Integer(1), rows_out=shape[dim])
+    return Moved(Lineage((one,), dim), {sizes_of: sizes})

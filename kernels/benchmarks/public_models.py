@@ -166,7 +166,7 @@ class OfColumns(nn.Module):
         return self.model(torch.cat([fields, item, history], 1))
 
 
-def deepctr_din(root: Path) -> Public:
+def deepctr_din(root: Path, **options) -> Public:
     """Ids in floating point."""
     sys.path.insert(0, str(root))
     columns = importlib.import_module("deepctr_torch.inputs")
@@ -182,7 +182,7 @@ def deepctr_din(root: Path) -> Public:
         )
         for x in ("item", "cate")
     ]
-    din = build([*fields, *sequences], ["item", "cate"], att_weight_normalization=True)
+    din = build([*fields, *sequences], ["item", "cate"], att_weight_normalization=True, **options)
 
     def inputs(users: int, candidates: int) -> dict[str, Any]:
         items, lengths = histories(users, 1), (histories(users, 1) > 0).sum(1, keepdim=True)
@@ -240,6 +240,7 @@ MODELS: dict[str, tuple[str, Callable[[Path], Public]]] = {
         partial(fuxi, "DIN", din_use_softmax=True, attention_hidden_units=[64, 32]),
     ),
     "DIN ": ("DeepCTR-Torch", deepctr_din),
+    "DIN, Dice": ("DeepCTR-Torch", partial(deepctr_din, att_activation="Dice")),
     "BST": ("FuxiCTR", partial(fuxi, "BST")),
     "TransAct": ("FuxiCTR", partial(fuxi, "TransAct")),
     "TransAct ": ("transformer_user_action", transact),

@@ -13,7 +13,7 @@ from jagged_modules import CandidateIndex, functional
 from jagged_modules.cpu import din
 from jagged_modules.unit_activations import UnitParameters
 
-FEATURE_ORDERS = [("q", "k", "q-k", "q*k"), ("q*k", "k"), ("q-k",), ("k", "q")]
+FEATURE_ORDERS = [("q", "k", "q-k", "q*k"), ("q*k", "k"), ("k-q",), ("k", "q")]
 
 
 def assert_as_defined(case, **tolerance):

@@ -147,6 +147,24 @@ def test_a_layer_of_other_modules(is_sasrec, bias):
     assert_equal_on_rows(own, module, padded())
 
 
+@pytest.mark.parametrize("joined", ["qkv", "kv"])
+def test_linears_of_several_projections(joined):
+    module, linears = Projections(is_sasrec=False).double().eval(), {}
+    parts = [getattr(module, name) for name in joined]
+    linears[joined] = nn.Linear(WIDTH, len(joined) * WIDTH).double()
+    linears[joined].load_state_dict(
+        {name: torch.cat([getattr(x, name) for x in parts]) for name in ("weight", "bias")}
+    )
+    own = jm.JaggedEncoderLayer.from_parts(
+        (*([] if joined == "qkv" else [module.q]), linears[joined], module.out),
+        (module.up, module.down),
+        (module.norm1, module.norm2),
+        num_heads=HEADS,
+        activation="gelu",
+    )
+    assert_equal_on_rows(own, module, padded())
+
+
 def test_parts_without_parameters():
     attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
     norms = [nn.LayerNorm(WIDTH, elementwise_affine=False) for _ in range(2)]
@@ -197,6 +215,7 @@ def test_norms_and_activations_by_what_they_compute(is_rms):
         (nn.GELU(approximate="tanh"), "gelu_tanh"),
         (nn.LeakyReLU(), "leaky_relu"),
         (nn.Hardswish(), "hardswish"),
+        (nn.ReLU(inplace=True), "relu"),
     ],
     ids=str,
 )
@@ -218,8 +237,10 @@ PARTS = dict(
 @pytest.mark.parametrize(
     "changes, error, message",
     [
-        (dict(num_heads=None), ValueError, "four linears with num_heads, got 4 modules and num_he"),
-        (dict(attention=PARTS["attention"][:3]), ValueError, "got 3 modules and num_heads 4"),
+        (dict(num_heads=None), ValueError, "four linears with num_heads, got 4 modules and n"),
+        (dict(attention=PARTS["attention"][:1]), ValueError, "got 1 modules and num_heads 4"),
+        (dict(attention=PARTS["attention"][:3]), ValueError, r"24 outputs .* got \[24, 24\] out"),
+        (dict(activation=nn.GLU()), ValueError, "activation must have the values of one of"),
         (dict(attention=nn.Linear(2, 2)), TypeError, "module must be an nn.MultiheadAttention"),
         (
             dict(linears=(nn.Conv1d(WIDTH, FFN, 3), PARTS["linears"][1])),

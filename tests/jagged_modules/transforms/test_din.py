@@ -15,6 +15,7 @@ FEATURES = {
     "q": lambda q, k: q,
     "k": lambda q, k: k,
     "q-k": lambda q, k: q - k,
+    "k-q": lambda q, k: k - q,
     "q*k": lambda q, k: q * k,
 }
 
@@ -30,6 +31,35 @@ class Dice(nn.Module):
     def forward(self, z):
         p = self.norm(z.flatten(0, -2)).view(z.shape).sigmoid()
         return (1 - p) * self.slope * z + p * z
+
+
+class TransposedDice(Dice):
+    """Units come before events, where a batch norm takes them."""
+
+    def __init__(self, units):
+        super().__init__(units, affine=True)
+        self.slope = nn.Parameter(torch.rand(units, 1))
+
+    def forward(self, z):
+        z = z.transpose(1, 2)
+        p = self.norm(z).sigmoid()
+        return (self.slope * (1 - p) * z + p * z).transpose(1, 2)
+
+
+class Normed(nn.Module):
+    """A batch norm behind the linear, then an activation."""
+
+    def __init__(self, units, activation, affine=True):
+        super().__init__()
+        self.norm, self.activation = nn.BatchNorm1d(units, affine=affine), activation(units)
+        self.norm.running_mean.normal_()
+        self.norm.running_var.uniform_(0.5, 2)
+        if affine:
+            nn.init.normal_(self.norm.weight)
+            nn.init.normal_(self.norm.bias)
+
+    def forward(self, z):
+        return self.activation(self.norm(z.flatten(0, -2))).view(z.shape)
 
 
 class Flat(nn.Module):
@@ -51,6 +81,9 @@ ACTIVATIONS = {
     "prelu of units": Flat,
     "dice": partial(Dice, affine=False),
     "dice, affine": partial(Dice, affine=True),
+    "dice, transposed": TransposedDice,
+    "norm, relu": lambda units: Normed(units, lambda _: nn.ReLU()),
+    "norm, dice": lambda units: Normed(units, partial(Dice, affine=True), affine=False),
     "identity": lambda units: nn.Identity(),
 }
 
@@ -70,6 +103,28 @@ MASKS = {
     "softmax, where": lambda s, mask: torch.where(mask, s, -math.inf).softmax(-1),
     "softmax of all": lambda s, mask: s.softmax(-1),
     "all": lambda s, mask: s,
+    "scaled": lambda s, mask: s * mask / 2,
+    "softmax, scaled": lambda s, mask: (s.masked_fill(~mask, -math.inf) / 4 * 3).softmax(-1),
+    "softmax, constant": lambda s, mask: s.masked_fill(~mask, torch.tensor(-math.inf)).softmax(-1),
+}
+# where the model hides events by a large number, a user without any gets the mean of all
+FINITE = {
+    "filled": lambda s, mask: s.masked_fill(~mask, -1e9).softmax(-1),
+    "ones": lambda s, mask: torch.where(mask, s, torch.ones_like(s) * (-(2**32) + 1)).softmax(-1),
+    "full": lambda s, mask: torch.where(~mask, torch.full_like(s, -1e9), s).softmax(-1),
+    "scalar first": lambda s, mask: torch.where(~mask, -1e9, s).softmax(-1),
+    "constant": lambda s, mask: torch.where(mask, s, torch.tensor(-1e9, dtype=s.dtype)).softmax(-1),
+    "scaled": lambda s, mask: (s.masked_fill(~mask, -(2**20)) / 8).softmax(-1),
+    "product": lambda s, mask: (s * mask + -1e9 * (1 - mask.to(s.dtype))).softmax(-1),
+    "product less": lambda s, mask: (s * mask - (1 - mask.to(s.dtype)) * 1e9).softmax(-1),
+}
+# scores of hidden events are rounded away, in fp32
+ADDED = {
+    "added": lambda s, mask: (s + (mask.to(s.dtype) - 1) * 1e9).softmax(-1),
+    "added, filled": lambda s, mask: (
+        torch.zeros(s.shape[0], EVENTS).masked_fill(~mask, -1e9) + s
+    ).softmax(-1),
+    "less": lambda s, mask: (s - 1e9 * (~mask).to(s.dtype)).softmax(-1),
 }
 SUMS = {
     "sum": lambda s, v: (s.unsqueeze(-1) * v).sum(1),
@@ -108,6 +163,14 @@ class DIN(nn.Module):
     def forward(self, history, mask, item):
         scores = self.mask(self.scores(item, history), shown(mask, history.shape[1]))
         return self.total(scores, history)
+
+
+class RepeatedQuery(DIN):
+    """The query is repeated along its columns."""
+
+    def scores(self, q, k):
+        q = q.repeat(1, EVENTS).view(-1, EVENTS, WIDTH)
+        return self.mlp(torch.cat([q, k, k - q, q * k], -1)).view(-1, EVENTS)
 
 
 class Embedded(DIN):
@@ -201,6 +264,11 @@ def partial_of(graph, index):
 CASES = [
     *[dict(activation=x) for x in ACTIVATIONS],
     *[dict(activation="dice", mask=x) for x in MASKS],
+    *[
+        dict(activation="dice, transposed", mask=FINITE[x], total="product")
+        for x in ("ones", "product")
+    ],
+    *[dict(features=x) for x in (("q", "k", "k-q", "q*k"), ("k-q", "q-k"))],
     *[dict(activation="relu", mask="softmax", total=x) for x in SUMS],
     dict(flat=True, activation="dice, affine", bias=False),
     dict(features=("q*k", "k", "q")),
@@ -254,6 +322,45 @@ def test_a_user_without_visible_events_is_as_in_the_model(mask):
     torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", [*FINITE, *ADDED])
+def test_events_hidden_by_a_number(name):
+    """A user without visible events gets the mean of the values."""
+    torch.manual_seed(0)
+    model, given = DIN("relu", (FINITE | ADDED)[name]), inputs(USERS, 11)
+    given["mask"][1], index = False, torch.arange(11) % USERS
+    fused = fused_of(model)
+    assert uses_din_attention(fused)
+    expected = model(given["history"][index], given["mask"][index], given["item"])
+    found = copy.deepcopy(fused)(**given, candidate_to_user=index)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    mean = given["history"].mean(1)[1]
+    torch.testing.assert_close(found[index == 1], mean.expand(3, -1), rtol=0, atol=1e-5)
+
+
+def test_a_query_repeated_along_its_columns():
+    torch.manual_seed(0)
+    model = RepeatedQuery().double()
+    fused = fused_of(model)
+    assert uses_din_attention(fused)
+    assert_same(fused, model)
+
+
+class RepeatedRange(DIN):
+    """The mask is of positions that are repeated for the batch."""
+
+    def forward(self, history, mask, item):
+        positions = torch.arange(EVENTS).repeat(item.shape[0], 1)
+        return super().forward(history, positions < mask[:, None], item)
+
+
+def test_a_mask_of_repeated_positions():
+    torch.manual_seed(0)
+    model = RepeatedRange("relu", FINITE["ones"])
+    fused = fused_of(model, lengths=True)
+    assert uses_din_attention(fused)
+    assert_same(fused, model, lengths=True)
+
+
 class Shapes(fx.Interpreter):
     """Records the shape of each value."""
 
@@ -304,6 +411,18 @@ class Transposed(nn.Module):
 
     def forward(self, z):
         return z.transpose(1, 2).reshape(z.shape).sigmoid()
+
+
+class EventsFirst(Dice):
+    """A batch norm of events: here there are as many as units."""
+
+    def __init__(self, units, affine):
+        super().__init__(EVENTS, affine)
+        self.slope = nn.Parameter(torch.rand(()))
+
+    def forward(self, z):
+        p = self.norm(z).sigmoid()
+        return self.slope * (1 - p) * z + p * z
 
 
 class OfZeros(Dice):
@@ -359,7 +478,6 @@ def two_scores():
 
 
 NEAR_MISSES = {
-    "k - q": lambda: DIN(features=("q", "k", lambda q, k: k - q)),
     "q + k": lambda: DIN(features=("q", "k", lambda q, k: q + k)),
     "q - 2 k": lambda: DIN(features=("q", "k", lambda q, k: torch.sub(q, k, alpha=2))),
     "k · k": lambda: DIN(features=("q", "k", lambda q, k: k * k)),
@@ -381,11 +499,22 @@ NEAR_MISSES = {
     "dice of the batch": lambda: DIN(
         activation=partial(OtherDice, formula=lambda p, a, z: p * z + (1 - p) * a * z, track=False)
     ),
-    "scaled": lambda: DIN(mask=lambda s, mask: s * 0.5),
+    "negative": lambda: DIN(mask=lambda s, mask: s * -0.5),
+    "events before units": lambda: DIN(activation=partial(EventsFirst, affine=False)),
     "numbers": lambda: DIN(mask=lambda s, mask: (mask.to(s.dtype) + 1) * s),
     "hidden events are 1": lambda: DIN(mask=lambda s, mask: s.masked_fill(~mask, 1)),
     "a softmax of 0": lambda: DIN(mask=lambda s, mask: (s * mask).softmax(-1)),
-    "a finite mask": lambda: DIN(mask=lambda s, mask: s.masked_fill(~mask, -1e9).softmax(-1)),
+    "a small number": lambda: DIN(mask=lambda s, mask: s.masked_fill(~mask, -100).softmax(-1)),
+    "a number made small": lambda: DIN(
+        mask=lambda s, mask: (s.masked_fill(~mask, -2e4) / 4).softmax(-1)
+    ),
+    "added in double": lambda: DIN(mask=ADDED["added"]),
+    "a product with another mask": lambda: DIN(
+        mask=lambda s, mask: (s * mask - 1e9 * mask.roll(1, 1).to(s.dtype)).softmax(-1)
+    ),
+    "visible events are shifted": lambda: DIN(
+        mask=lambda s, mask: torch.where(mask, s, -1e9).add(mask.to(s.dtype)).softmax(-1)
+    ),
     "softmax of candidates": lambda: DIN(mask=lambda s, mask: s.softmax(0)),
     "mean": lambda: DIN(total=lambda s, v: (s.unsqueeze(-1) * v).mean(1)),
     "sum of columns": lambda: DIN(total=lambda s, v: (s.unsqueeze(-1) * v).sum(2)),

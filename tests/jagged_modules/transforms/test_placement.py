@@ -2,15 +2,20 @@
 that are copied one by one."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from jagged_modules.transforms import fuse_broadcasts, placement
+from jagged_modules.transforms.analysis import Analysis
+from jagged_modules.transforms.capture import evaluate
+from jagged_modules.transforms.clean_up import clean_up
 
 pytest.importorskip("torchrec")
 
+from .captured import capture
 from .test_models import DENSE, TORCHREC, sparse
 from .test_replication import matmul_rows
 
@@ -218,3 +223,38 @@ def test_a_cost_is_the_sum_of_its_terms(gpu_costs):
         == (1 - placement.ERROR) * (moved + flops / gpu.flops_16_bit) + gpu.kernel
     )
     assert " kernels, cost " in str(fused.report)
+
+
+def test_reshapes_cost_nothing_where_a_view_has_the_shape():
+    """Of slices of rows, but not of transposed ones."""
+    model = Model(lambda user, item: (user[:, :, :8].reshape(-1, 5, 2, 4), user.mT.reshape(-1, 80)))
+    captured = capture(model, (torch.randn(4, 5, 16), torch.randn(4, 1)), {})
+    clean_up(captured.graph)
+    costs = placement.Costs(Analysis(), partial(evaluate, hints=captured.hints, unknown=1))
+    reshapes = [x for x in captured.graph.nodes if x.target in placement.RESHAPES]
+    assert [costs.full(x).bytes for x in reshapes] == [0, 2 * 4 * 4 * 80]
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, user, item):
+        hidden = torch.zeros(user.shape[:2]).masked_fill(user[:, :, 0] > 1, -torch.inf)
+        return self.encoder(user + item[:, None], src_key_padding_mask=hidden)
+
+
+def test_estimates_of_the_model_know_torchs_fast_path():
+    model, inputs = Encoder().eval(), (torch.randn(8, 5, 16), torch.randn(8, 16))
+    options = dict(request_only=("user",), max_batch=(USERS, CANDIDATES))
+    fast = fuse_broadcasts(model, inputs, **options).report
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        slow = fuse_broadcasts(model, inputs, **options).report
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    scores = CANDIDATES * 2 * 5 * 5
+    assert fast.before.work - slow.before.work == placement.CPU.masked_score * scores
+    assert fast.after == slow.after
