@@ -137,9 +137,9 @@ def _chunks(segments: list[Tensor | None], mask: list[int] | None) -> Iterator[C
     for candidates, events in groups(q_offsets, kv_offsets):
         q_rows, kv_rows = _indices(candidates), _indices(events)
         per_chunk = max(1, CHUNK // events.length)  # candidates
-        segments, pieces = max(1, per_chunk // candidates.length), q_rows.split(per_chunk, 1)
+        count, pieces = max(1, per_chunk // candidates.length), q_rows.split(per_chunk, 1)
         for part in pieces if len(pieces) > 1 else [q_rows]:
-            for q_part, kv_part in zip(part.split(segments), kv_rows.split(segments)):
+            for q_part, kv_part in zip(part.split(count), kv_rows.split(count)):
                 shape = len(q_part), q_part.shape[1], events.length
                 yield Chunk(q_part.flatten(), kv_part.flatten(), shape)
 

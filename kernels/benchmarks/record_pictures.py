@@ -127,9 +127,11 @@ def ladders(figure, rows: list[dict]) -> None:
 
 
 def lengths(figure, rows: list[dict]) -> None:
-    *panels, of_files = figure.subplots(4, 1)
+    gaps = length_gaps.length_gaps(rows, "uniform")
+    figure.set_size_inches(8, 12 if gaps else 9)
+    panels = figure.subplots(4 if gaps else 3, 1)
     for axes, (table, op, pattern, value, title) in zip(
-        panels,
+        panels[:3],
         (
             (
                 "target attention",
@@ -157,22 +159,22 @@ def lengths(figure, rows: list[dict]) -> None:
         points = series(rows, op, table, pattern, value)
         points.pop(NO_WORKSPACE, None)  # its forward is the same
         draw_lines(axes, points, title, "maximum length, rows", "TFLOP/s", wide=True)
-    real_lengths(of_files, rows)
+    if gaps:
+        real_lengths(panels[3], gaps)
 
 
-def real_lengths(axes, rows: list[dict]) -> None:
-    """How much faster synthetic lengths are than those of files, after GDPA's Figures 2 and 11."""
+def real_lengths(axes, found: list[dict]) -> None:
+    """How much faster uniform lengths are than those of files, after GDPA's Figures 2 and 11."""
     gaps = []
-    for gap in length_gaps.length_gaps(rows, "uniform"):
+    for gap in found:
         file, *_, head_dim = gap["case"].split()
         name = NAMES.get(gap["implementation"], gap["implementation"])
         for key, title in length_gaps.PASSES.items():
             case = f"{file} {head_dim}, {title}"
             gaps.append({"case": case, "implementation": name, "gap": gap[key]})
     names = dict.fromkeys(gap["implementation"] for gap in gaps)
-    if gaps:
-        report.draw_bars(axes, gaps, "gap", 1, {name: f"C{i}" for i, name in enumerate(names)})
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    report.draw_bars(axes, gaps, "gap", 1, {name: f"C{i}" for i, name in enumerate(names)})
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_title("self-attention, lengths of public logs")
     axes.set_ylabel("TFLOP/s, uniform\nover real lengths")
@@ -232,7 +234,7 @@ def peers(figure, rows: list[dict]) -> None:
 PICTURES = {  # file -> function that draws it, size in inches, of which pages have about nine
     "peers.png": (peers, (9, 4.2)),
     "ladders.png": (ladders, (9, 4.2)),
-    "lengths.png": (lengths, (8, 12)),
+    "lengths.png": (lengths, (8, 9)),
     "floors.png": (floors, (8, 10)),
     "candidates.png": (candidates, (7, 5.2)),
 }

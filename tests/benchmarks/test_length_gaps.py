@@ -44,7 +44,7 @@ def test_the_picture_is_drawn_from_runs(tmp_path):
 def test_the_record_draws_the_gaps_of_uniform_lengths():
     figure = pytest.importorskip("matplotlib.figure").Figure()
     axes = figure.subplots()
-    record_pictures.real_lengths(axes, ROWS)
+    record_pictures.real_lengths(axes, length_gaps.length_gaps(ROWS, "uniform"))
     labels = [x.get_text() for x in axes.get_xticklabels()]
     assert labels == ["shop D64, forward", "shop D64, forward + backward"]
     assert [bar.get_height() for bar in axes.patches] == [1.5, 1.25, 4.0]
