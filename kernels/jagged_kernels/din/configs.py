@@ -33,10 +33,26 @@ CTAS = dict(fwd=16, moments=6, dq=4, dmlp=4, dkdv=1)
 
 
 def din_config(
-    kernel: str, itemsize: int, width: int, hidden: tuple[int, ...], activation: str = "relu"
+    kernel: str,
+    itemsize: int,
+    width: int,
+    hidden: tuple[int, ...],
+    activation: str = "relu",
+    softmax: bool = False,
+    capability: tuple[int, int] = (9, 0),
 ) -> DINConfig:
     """Launch configuration of a kernel, "fwd", "moments", "dq", "dmlp" or "dkdv". width: the larger
     one of E and Ev."""
+    config = _din_config(kernel, itemsize, width, hidden, activation)
+    if kernel == "fwd" and softmax and capability[0] in (10, 11):
+        # Scores of 64 events would be in tensor memory: Triton 3.6 does not compile their softmax.
+        return dataclasses.replace(config, block=min(config.block, 32))
+    return config
+
+
+def _din_config(
+    kernel: str, itemsize: int, width: int, hidden: tuple[int, ...], activation: str
+) -> DINConfig:
     large = width > 128 or max(hidden) > 128
     if itemsize == 4:  # an fp32 MMA is six of bf16: registers limit the tiles
         return DINConfig(16 if large else 32, 8 if large else 4, 1, CTAS[kernel])

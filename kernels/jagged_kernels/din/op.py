@@ -85,7 +85,8 @@ def _prepare(
     given = Operands(q, k, a, of_k.contiguous(), v)
     width, v_width = given.q.shape[1], given.v.shape[1]
     hidden = tuple(x.shape[0] for x in weights[:-1])
-    config = din_config(kernel, given.q.element_size(), max(width, v_width), hidden, activation)
+    sizes, (capability, _) = (max(width, v_width), hidden), device_properties(q.device)
+    config = din_config(kernel, q.element_size(), *sizes, activation, softmax, capability)
     bfloat16 = given.q.dtype == torch.bfloat16
     name = "sigmoid" if has_table(activation) else activation
     align, strides = aligned_strides(*((x, 0) for x in given))

@@ -47,7 +47,8 @@ def compile_din(
     if name == "hopper":
         config, by_size = hopper_config(width, hidden), (by_size[0], pieces(hidden[1], 8))
     else:
-        config = din_config(name, 4 if dtype == "fp32" else 2, width, hidden, activation)
+        itemsize, of_device = 4 if dtype == "fp32" else 2, (capability // 10, capability % 10)
+        config = din_config(name, itemsize, width, hidden, activation, softmax, of_device)
     units = activation if activation in ("relu", "prelu", "dice") else None
     options = Options(
         width=width, v_width=width, block_e=padded_dim(width), block_v=padded_dim(width),
@@ -104,6 +105,13 @@ def test_kernels_compile(name, dtype, capability):
         assert spilled_bytes(compiled.asm["cubin"]) <= SPILLED[name]
 
 
+@slow_after(1, "capability", [100, 80])
+@pytest.mark.parametrize("sizes", [((80, 40), 64), ((128,), 256)], ids=str)
+def test_softmax_compiles(sizes, capability):
+    hidden, width = sizes
+    compile_din(capability, "fwd", "bf16", hidden=hidden, width=width, softmax=True)
+
+
 @slow_after(1, "activation", ["dice", "prelu", "silu", "sigmoid"])
 @by_name
 def test_activations_compile(name, activation):
@@ -138,8 +146,7 @@ def test_large_fp32_sizes_fit_a_thread_block(name):
 def test_masks_compile(name, case):
     """Rows of k that are seen are loaded 16 bytes at a time."""
     (capability, mask), only = case, 0 if name == "moments" else -1
-    # softmax: Triton 3.6 does not compile the forward for compute capability 10.0
-    options = dict(softmax=capability != 100, only=only, mask=MASKS[mask])
+    options = dict(softmax=True, only=only, mask=MASKS[mask])
     compiled = compile_din(capability, name, "bf16", "dice", **options)
     assert "cp.async.cg" in compiled.asm["ptx"] or "ld.global.v4" in compiled.asm["ptx"]
     if capability == 90:
