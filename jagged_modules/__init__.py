@@ -36,7 +36,7 @@ from .masks import AttentionMask
 from .padded_check import PaddedComparison, compare_padded
 from .rotary import Rotary
 from .serving.paged_history_cache import CacheFull, CacheStatistics, PagedHistoryCache
-from .settings import backward_workspace, batch_invariant, debug_checks, load_kernels
+from .settings import backward_workspace, batch_invariant, debug_checks, precompiled
 from .unit_activations import UnitParameters
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ __all__ = [
     "compare_padded",
     "debug_checks",
     "graphed",
-    "load_kernels",
+    "precompiled",
     "transforms",
     "zigzag_schedule",
 ]

@@ -16,7 +16,7 @@ The file of configurations is a list of objects such as
 A LinearCompressEmbedding also has the "width" of its embeddings there.
 
 Each entry is called with batches that reach every choice of kernels: in training mode with a
-backward, and in evaluation mode without gradients. `jagged_modules.load_kernels` and the
+backward, and in evaluation mode without gradients. `jagged_modules.precompiled` and the
 environment variable JAGGED_KERNELS read the output. Needs Triton 3.6 and a C compiler.
 """
 

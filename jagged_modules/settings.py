@@ -1,5 +1,5 @@
 """Settings of the calling thread or task: `debug_checks`, `backward_workspace` and
-`batch_invariant`; and `load_kernels`, for the process.
+`batch_invariant`; and `precompiled`, for the process.
 
 An operator reads a setting in its forward and passes it to its backward as a plain argument: on a
 GPU autograd runs backwards in its own threads, which do not see the caller's settings.
@@ -231,7 +231,7 @@ def is_batch_invariant(implementation: str = "auto") -> bool:
     return enabled
 
 
-def load_kernels(path: str | os.PathLike[str]) -> None:
+def precompiled(path: str | os.PathLike[str]) -> None:
     """Take compiled kernels from `path` before Triton compiles any or looks into its own cache.
     The environment variable JAGGED_KERNELS does the same when this package is imported. What
     launches the kernels is imported too, for which the first call would wait.
@@ -249,7 +249,7 @@ def load_kernels(path: str | os.PathLike[str]) -> None:
         FileNotFoundError: there is no such output.
         ImportError: Triton is not installed.
     """
-    from jagged_kernels.common import precompiled
+    from jagged_kernels.common.precompiled import import_modules, load
 
-    precompiled.load(path)
-    precompiled.import_modules()
+    load(path)
+    import_modules()

@@ -207,13 +207,13 @@ def test_other_versions_are_named_and_not_used(made, tmp_path, unloaded):
     here = precompiled.versions()
     named = f"triton 3.5.1 (here {here['triton']}), python .cpython-39-x86_64-linux-gnu.so (here "
     with pytest.warns(RuntimeWarning) as warnings:
-        jm.load_kernels(tmp_path)
+        jm.precompiled(tmp_path)
     assert named in str(warnings[0].message) and "jagged_kernels" not in str(warnings[0].message)
     assert not precompiled._folders
 
 
 def test_a_missing_kernel_is_named(made, unloaded):
-    jm.load_kernels(made / "kernels.zip")
+    jm.precompiled(made / "kernels.zip")
     layer = jm.JaggedMLP([16, 16], "silu")
     launch = next(x for x in launches_of(layer) if x.kernel == "activation_fwd_kernel")
     with pytest.warns(RuntimeWarning, match="^activation_fwd_kernel is compiled: .* for other arg"):
@@ -226,7 +226,7 @@ def test_a_missing_kernel_is_named(made, unloaded):
 def test_other_folders_are_refused(tmp_path, unloaded):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(FileNotFoundError, match="no output of"):
-            jm.load_kernels(path)
+            jm.precompiled(path)
 
 
 def test_configurations(tmp_path):

@@ -45,7 +45,7 @@ def versions() -> dict[str, str]:
 
 
 def load(path: str | os.PathLike[str]) -> None:
-    """As `jagged_modules.load_kernels`."""
+    """As `jagged_modules.precompiled`."""
     folder = Path(path)
     if zipfile.is_zipfile(folder):
         folder = _unpacked(folder)
