@@ -9,15 +9,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
+def first_blocks(offsets: Tensor, block_size: int) -> Tensor:
+    """`[B + 1]`: the segment of `block_offsets` with which each segment begins."""
+    # torch.export.draft_export of 2.13 fails at // of tensors
+    return torch.div(offsets, block_size, rounding_mode="trunc") + torch.arange(
+        offsets.shape[0], dtype=offsets.dtype, device=offsets.device
+    )
+
+
 def block_offsets(offsets: Tensor, block_size: int, total: int) -> Tensor:
     """Offsets `[total // block_size + B + 1]` that cut each segment into blocks of block_size rows,
     counted from the segment's start. Each block becomes a segment. Some new segments are empty:
     their number follows from total and B, so no length is read. The blocks of segment b begin at
     new segment offsets[b] // block_size + b."""
-    # torch.export.draft_export of 2.13 fails at // of tensors
-    firsts = torch.div(offsets, block_size, rounding_mode="trunc") + torch.arange(
-        offsets.shape[0], dtype=offsets.dtype, device=offsets.device
-    )
+    firsts = first_blocks(offsets, block_size)
     blocks = torch.arange(
         total // block_size + offsets.shape[0], dtype=offsets.dtype, device=offsets.device
     )

@@ -14,7 +14,12 @@ from torch.nn.functional import embedding_bag, pad
 
 from ..autocast import autocast_dtype
 from ..containers.jagged import Jagged
-from ..containers.offsets import block_offsets, rows_and_segments, segments_and_positions
+from ..containers.offsets import (
+    block_offsets,
+    first_blocks,
+    rows_and_segments,
+    segments_and_positions,
+)
 from ..containers.padding import indices_of_true, padded_to
 from ..cpu.buckets import compute_dtype
 from ..scalars import check_kind, check_size
@@ -228,8 +233,7 @@ class _Sums(torch.autograd.Function):
         ctx.save_for_backward(offsets)
         ctx.rows = x.shape[0]
         blocks = _bags(x, block_offsets(offsets, SUM_BLOCK, ctx.rows))
-        firsts = torch.arange(offsets.shape[0], dtype=offsets.dtype, device=offsets.device)
-        return _bags(blocks, offsets // SUM_BLOCK + firsts)
+        return _bags(blocks, first_blocks(offsets, SUM_BLOCK))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
