@@ -265,7 +265,8 @@ def jagged_split(
         raise ValueError(f"total_first must be at most x's rows, {x.shape[0]}, got {total_first}")
     given_lengths = first_lengths
     first_lengths = first_lengths.to(x.device, offsets.dtype, non_blocking=True)
-    first = torch.cat([offsets.new_zeros(1), first_lengths.cumsum(0, dtype=offsets.dtype)])
+    # padded first: torch.compile takes the sums of equal lengths for int64, whatever `dtype` says
+    first = pad(first_lengths, (1, 0)).cumsum(0, dtype=offsets.dtype)
     rest = offsets - first
     has_tail = may_have_tail("offsets", given, x.shape[0], x.device) or not values_are_checkable(
         given_lengths

@@ -586,6 +586,21 @@ def test_inductor():
         )
 
 
+@pytest.mark.parametrize("given", [int, torch.Tensor])
+def test_inductor_splits_equal_lengths(given):
+    """Inductor makes int64 of the sums of equal int32 lengths, and what is behind reads int32."""
+    offsets = torch.tensor([0, 3, 5, 9, 14], dtype=torch.int32)
+
+    def call(x, offsets):
+        first = 2 if given is int else torch.full((len(offsets) - 1,), 2, dtype=torch.int32)
+        return F.jagged_split(x, offsets, first, 2 * (len(offsets) - 1))
+
+    torch._dynamo.reset()
+    x = torch.randn(14, 3)
+    graph = torch.compile(call, dynamic=True)
+    torch.testing.assert_close(graph(x, offsets), call(x, offsets), rtol=0, atol=0)
+
+
 CACHING = {
     "target attention": lambda: jm.JaggedTargetAttention(WIDTH, HEADS),
     "gdpa": lambda: jm.JaggedGDPA(WIDTH, HEADS),
