@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..autocast import autocast
-from ..bias import RelativeBias
 from ..containers.candidates import CandidateIndex
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_kind, is_sequence
@@ -21,7 +20,7 @@ from ..segments import RowSegments, check_device, check_offsets, check_offsets_s
 from ..validation import check_tensor
 from .attention import attend, computed
 from .attention_arguments import Side, check_shared, parse_arguments
-from .attention_bias import check_bias
+from .attention_bias import BiasSide, check_bias
 from .attention_call import AttentionOptions, check_operands, check_output_scale
 from .joined_rows import joined_rows
 from .target_levels import LEVELS, attend_to_levels, parse_levels
@@ -223,8 +222,8 @@ def self_target_attention(
             f" {offsets.shape[0] - 1} and {candidate_offsets.shape[0] - 1}"
         )
     if (bias := options.get("bias")) is not None:
-        check_kind("bias", bias, RelativeBias, "a RelativeBias")
-        check_bias(bias, q_user, rows[0], offsets, offsets, "q_user", "offsets")
+        of_users = BiasSide("q_user", rows[0], offsets, "offsets")
+        check_bias(bias, device, q_user.shape[1], "q_user's", of_users, of_users._replace(name="k"))
     users = parse_segments("offsets", offsets, rows[0], device)
     candidates = parse_segments("candidate_offsets", candidate_offsets, rows[1], device)
     queries, keys, options = joined_segments(users, candidates, rows, options)

@@ -17,6 +17,7 @@ from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands
 from ..functional.attention import attend
+from ..functional.attention_bias import check_layer_bias
 from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
@@ -30,7 +31,6 @@ from .gdpa_config import GDPAConfig
 from .gdpa_node import Sides, gdpa_dtype, gdpa_node
 from .invariant import fixed_rows
 from .keywords import name_keywords
-from .layer_bias import check_layer_bias
 from .norms import RMSNorm
 from .one_node import cast_linears, in_training
 from .parameters import Layer, check_parameter_dtype, in_heads
@@ -444,5 +444,5 @@ class JaggedGDPA(Layer):
         if mask is not None:
             check_num_targets(name, mask.num_targets, keys.offsets, keys.device, "the layer's")
         if bias is not None:
-            check_layer_bias(bias, x, keys, keys_name, self.num_heads)
+            check_layer_bias(bias, self.num_heads, ("x", x), (keys_name, keys))
         return mask

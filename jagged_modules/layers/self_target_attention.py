@@ -17,6 +17,7 @@ from ..containers.history_cache import HistoryCache
 from ..containers.jagged import wrap_rows
 from ..dropout import check_dropout
 from ..functional.attention import attend
+from ..functional.attention_bias import check_layer_bias
 from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
 from ..functional.target_attention import attend_users_and_candidates
@@ -28,7 +29,6 @@ from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import CachesProjection, cached_operands
 from .invariant import fixed_rows
 from .keywords import name_keywords
-from .layer_bias import check_layer_bias
 from .one_node import cast_linears, in_training, node_dtype
 from .parameters import check_parameter_dtype, in_heads
 from .self_target_node import self_target_node
@@ -137,7 +137,7 @@ class JaggedSelfTargetAttention(CachesProjection):
             return None, new
         (keys,), end = cache.append(new).layers, rows.end("events")
         if bias is not None:
-            check_layer_bias(bias, rows, keys, "cache and events", self.num_heads, "events")
+            check_layer_bias(bias, self.num_heads, ("events", rows), ("cache and events", keys))
         k, v = keys.values.chunk(2, dim=2)
         q_proj, out_proj = cast_linears(rows.values, self.q_proj, self.out_proj)
         q = q_proj(entering(rows.values, end))
@@ -239,7 +239,7 @@ class JaggedSelfTargetAttention(CachesProjection):
             if bias is None:
                 dtype = node_dtype(given.rows, linears, on_cpu=True)
             else:
-                check_layer_bias(bias, users, users, "history", self.num_heads, "history")
+                check_layer_bias(bias, self.num_heads, *[("history", users)] * 2)
             if dtype is not None:
                 results = self_target_node(self, linears, given, users.values, dtype)
                 return users.unwrap(results[0]), given.unwrap(results[1])
