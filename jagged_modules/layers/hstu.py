@@ -20,7 +20,7 @@ from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind
 from ..segments import check_device, check_index_values, check_integers
 from ..tracing import call_of, one_module, through_call
-from ..validation import MAX_HEAD_DIM, resolve_head_dim
+from ..validation import resolve_head_dim
 from .cached_projections import check_cached_values
 from .hstu_config import (
     HSTUConfig,
@@ -36,7 +36,7 @@ from .invariant import fixed_rows
 from .keywords import name_keywords
 from .norms import NORM_KINDS, make_norm
 from .one_node import cast_linears, in_training
-from .parameters import Layer, check_columns, check_parameter_dtype, xavier_linear
+from .parameters import Layer, check_columns, xavier_linear
 
 C = TypeVar("C")  # a container
 BIAS_STD = 0.02  # initial standard deviation of the entries of both bias tables
@@ -96,16 +96,13 @@ class HSTULayer(Layer):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_parameter_dtype(dtype)
+        super().__init__(dtype)
         config = HSTUConfig() if config is None else config
         check_kind("config", config, HSTUConfig, "an HSTUConfig")
         self.embedding_dim, self.num_heads, self.config = embedding_dim, num_heads, config
-        self.head_dim = resolve_head_dim(
-            "head_dim", config.head_dim, embedding_dim, num_heads, MAX_HEAD_DIM
-        )
+        self.head_dim = resolve_head_dim(embedding_dim, num_heads, config.head_dim)
         self.linear_dim = resolve_head_dim(
-            "linear_dim", config.linear_dim, embedding_dim, num_heads, MAX_HEAD_DIM
+            embedding_dim, num_heads, config.linear_dim, "linear_dim"
         )
         width = num_heads * self.linear_dim
         of_input, of_output = NORM_KINDS[config.norm]
