@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import jagged_modules as jm
 from jagged_modules import functional as F
-from jagged_modules.functional.joined_rows import joined_rows
+from jagged_modules.functional.target_attention import joined_rows
 
 LENGTHS = {  # queries, a multiple of the keys; keys
     "two": ([3, 0, 5, 2, 7, 1, 0, 2], [4, 2, 0, 6]),
