@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from . import runtime
 from .calls import Call, Moved, flat, is_tensor, row_by_row, rule
 from .lineage import Lineage, common
-from .runtime import gru, lstm
 
 UNARY = """abs acos acosh alias asin asinh atan atanh bitwise_not ceil celu clamp clone cos cosh
 deg2rad detach elu erf erfc erfinv exp exp2 expm1 floor frac gelu hardsigmoid hardswish
@@ -306,4 +306,4 @@ def recurrence(call: Call) -> Moved | None:
     if [x.dim for x in lineages] != [*dims]:
         return None
     lineage = common([x.at(batch) for x in lineages])
-    return lineage and Moved(lineage, target=gru if len(states) == 1 else lstm, dims=dims)
+    return lineage and Moved(lineage, target=runtime.recurrence, dims=dims)
