@@ -9,6 +9,7 @@ import torch
 EVERYWHERE = (torch.float32, torch.float16, torch.bfloat16)
 FLOATS = (torch.float64, *EVERYWHERE)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_REAL = (*FLOATS, *_INTEGERS[1:])
 _ANY = (*FLOATS, torch.complex64, torch.complex128, *_INTEGERS)
 
 # by their dtypes on the CPU, on meta and of "reference", and those of the kernels
@@ -20,7 +21,7 @@ _FUNCTIONS: dict[str, tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]] =
     "jagged_layer_norm jagged_dense_add jagged_dense_mul apply_rotary": (FLOATS, FLOATS),
     """jagged_concat jagged_split jagged_first jagged_last jagged_between jagged_select
     jagged_to_padded padded_to_jagged""": (_ANY, _ANY),
-    "jagged_max": ((*FLOATS, *_INTEGERS[1:]),) * 2,
+    "jagged_max": (_REAL, _REAL),
 }
 DTYPES = {name: dtypes for names, dtypes in _FUNCTIONS.items() for name in names.split()}
 DTYPES["jagged_linear (weight per segment)"] = FLOATS, EVERYWHERE
