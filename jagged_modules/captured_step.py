@@ -95,11 +95,11 @@ class Step:
         self,
         module: nn.Module,
         arguments: Arguments,
-        capacities: Mapping[int, int],
         device: torch.device,
         trained: bool,
         pool: Any,
     ) -> None:
+        capacities = arguments.capacities
         self._module, self._spec, self._trained = module, arguments.spec, trained
         self._kinds = [leaf.kind for leaf in arguments.leaves]
         self._parameters = (
@@ -115,7 +115,7 @@ class Step:
         self._rows = [capacities.get(leaf.rows, -1) for leaf in arguments.leaves]
         self._buffers = Buffers(arguments.leaves, capacities, device)
         self.buffers = self._buffers.tensors
-        self.pad(arguments, capacities)
+        self.pad(arguments)
         versions = [(x, x._version, x.clone()) for x in module.buffers()]
         self._runner: Any = RUNNERS[device.type](
             self._forward, self._backward if trained else None, device, pool
@@ -200,15 +200,13 @@ class Step:
             )
         return gradients
 
-    def pad(self, arguments: Arguments, capacities: Mapping[int, int]) -> None:
-        self._buffers.pad(arguments.leaves, capacities)
+    def pad(self, arguments: Arguments) -> None:
+        self._buffers.pad(arguments.leaves, arguments.capacities)
 
-    def results(
-        self, arguments: Arguments, capacities: Mapping[int, int], call: Call | None
-    ) -> Any:
+    def results(self, arguments: Arguments, call: Call | None) -> Any:
         """The module's result for arguments that `pad` has copied. call: gets the gradients, if
         given."""
-        sizes = {capacity: size for size, capacity in capacities.items()}
+        sizes = {capacity: size for size, capacity in arguments.capacities.items()}
         leaves = [leaf.tensor for leaf in arguments.leaves]
         if call is None:
             outputs = iter(self.forward(sizes))

@@ -9,56 +9,23 @@ import torch
 EVERYWHERE = (torch.float32, torch.float16, torch.bfloat16)
 FLOATS = (torch.float64, *EVERYWHERE)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_REAL = (*FLOATS, *_INTEGERS[1:])
 _ANY = (*FLOATS, torch.complex64, torch.complex128, *_INTEGERS)
 
-# function → (dtypes on the CPU, on meta and of "reference", dtypes of the kernels)
-DTYPES = {
-    **dict.fromkeys(
-        (
-            "jagged_attention",
-            "target_attention",
-            "self_target_attention",
-            "block_diagonal_attention",
-            "block_diagonal_attention_packed",
-            "din_attention",
-            "linear_compress",
-            "jagged_dense_bmm",
-            "jagged_jagged_bmm",
-            "jagged_sum",
-            "jagged_mean",
-            "jagged_softmax",
-            "jagged_jagged_bmm_jagged_out",
-            "array_jagged_bmm_jagged_out",
-            "jagged2_softmax",
-            "jagged_linear (weight per segment)",
-        ),
-        (FLOATS, EVERYWHERE),
-    ),
-    **dict.fromkeys(
-        (
-            "jagged_linear (one weight)",
-            "jagged_layer_norm",
-            "jagged_dense_add",
-            "jagged_dense_mul",
-            "apply_rotary",
-        ),
-        (FLOATS, FLOATS),
-    ),
-    **dict.fromkeys(
-        (
-            "jagged_concat",
-            "jagged_split",
-            "jagged_first",
-            "jagged_last",
-            "jagged_between",
-            "jagged_select",
-            "jagged_to_padded",
-            "padded_to_jagged",
-        ),
-        (_ANY, _ANY),
-    ),
-    "jagged_max": ((*FLOATS, *_INTEGERS[1:]), (*FLOATS, *_INTEGERS[1:])),
+# by their dtypes on the CPU, on meta and of "reference", and those of the kernels
+_FUNCTIONS: dict[str, tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]] = {
+    """jagged_attention target_attention self_target_attention block_diagonal_attention
+    block_diagonal_attention_packed din_attention linear_compress jagged_dense_bmm
+    jagged_jagged_bmm jagged_sum jagged_mean jagged_softmax jagged_jagged_bmm_jagged_out
+    array_jagged_bmm_jagged_out jagged2_softmax""": (FLOATS, EVERYWHERE),
+    "jagged_layer_norm jagged_dense_add jagged_dense_mul apply_rotary": (FLOATS, FLOATS),
+    """jagged_concat jagged_split jagged_first jagged_last jagged_between jagged_select
+    jagged_to_padded padded_to_jagged""": (_ANY, _ANY),
+    "jagged_max": (_REAL, _REAL),
 }
+DTYPES = {name: dtypes for names, dtypes in _FUNCTIONS.items() for name in names.split()}
+DTYPES["jagged_linear (weight per segment)"] = FLOATS, EVERYWHERE
+DTYPES["jagged_linear (one weight)"] = FLOATS, FLOATS
 
 
 class WrongDtype(TypeError, ValueError):

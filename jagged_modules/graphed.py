@@ -206,28 +206,23 @@ class _Graphed(nn.Module):
             )
             return inner(*args, **kwargs)
 
+        arguments.capacities = capacities
         trained = torch.is_grad_enabled() and (
             state.trained or any(leaf.tensor.requires_grad for leaf in arguments.leaves)
         )
-        key = self._key(arguments, capacities, device, trained, state.parts)
+        key = self._key(arguments, device, trained, state.parts)
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = self._capture(arguments, capacities, device, trained)
+            step = self._steps[key] = self._capture(arguments, device, trained)
         else:
             self._steps.move_to_end(key)
-            step.pad(arguments, capacities)
+            step.pad(arguments)
         call = Call() if trained else None
         self._last = None if call is None else weakref.ref(call)
-        return step.results(arguments, capacities, call)
+        return step.results(arguments, call)
 
-    def _key(
-        self,
-        arguments: Arguments,
-        capacities: Mapping[int, int],
-        device: torch.device,
-        trained: bool,
-        state: Any,
-    ) -> Any:
+    def _key(self, arguments: Arguments, device: torch.device, trained: bool, state: Any) -> Any:
+        capacities = arguments.capacities
         leaves = tuple(
             (
                 leaf.kind,
@@ -251,13 +246,7 @@ class _Graphed(nn.Module):
         )
         return arguments.spec, leaves, device, trained, state, autocast, settings
 
-    def _capture(
-        self,
-        arguments: Arguments,
-        capacities: Mapping[int, int],
-        device: torch.device,
-        trained: bool,
-    ) -> Step:
+    def _capture(self, arguments: Arguments, device: torch.device, trained: bool) -> Step:
         for leaf in arguments.leaves:
             check_values(leaf, arguments.sizes)
         self._captures: int = self._captures + 1
@@ -274,7 +263,7 @@ class _Graphed(nn.Module):
         # one that no graph uses any more cannot be used again
         pool = next(iter(self._steps.values())).pool if self._steps else None
         with torch.inference_mode(False):
-            return Step(self._inner, arguments, capacities, device, trained, pool)
+            return Step(self._inner, arguments, device, trained, pool)
 
     def _warn(self, message: str) -> None:
         if message.partition(":")[0] not in self._warned:

@@ -132,7 +132,9 @@ def _cdiv(x: int, y: int) -> int:
 
 class Arguments:
     """The tensors of a call's arguments, and a hashable description of everything else, `spec`,
-    from which `build` makes arguments."""
+    from which `build` makes arguments. capacities: of their sizes, by the caller."""
+
+    capacities: Mapping[int, int]
 
     def __init__(
         self,

@@ -181,10 +181,10 @@ def refuse_transforms(what: str) -> None:
 
 
 def resolve_head_dim(
-    name: str, head_dim: int | None, embedding_dim: int, num_heads: int, at_most: int
+    embedding_dim: int, num_heads: int, head_dim: int | None = None, name: str = "head_dim"
 ) -> int:
-    """head_dim, or embedding_dim / num_heads if it is None. Raises unless all are positive integers
-    and the result is at most `at_most`."""
+    """head_dim, which errors call `name`, or embedding_dim / num_heads if it is None. Raises unless
+    all are positive integers and the result is at most MAX_HEAD_DIM."""
     check_size("embedding_dim", embedding_dim)
     check_size("num_heads", num_heads)
     if head_dim is None:
@@ -195,6 +195,6 @@ def resolve_head_dim(
             )
         name, head_dim = "embedding_dim / num_heads", embedding_dim // num_heads
     check_size(name, head_dim)
-    if head_dim > at_most:
-        raise ValueError(f"{name} must be at most {at_most}, got {head_dim}")
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"{name} must be at most {MAX_HEAD_DIM}, got {head_dim}")
     return head_dim

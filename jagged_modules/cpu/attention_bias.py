@@ -39,12 +39,8 @@ class BlockBias:
         """Add the bias to scores `[some, group · rows, columns]` of some (segment, key head) pairs,
         in place. q, k: `unfused_forward`'s."""
         pairs = _Pairs.of(q, k, some)
-        blocks = scores.view(
-            len(pairs.segment), pairs.group, rows.stop - rows.start, columns.stop - columns.start
-        )
-        for table, index in (
-            entries for entries in self.entries(pairs, rows, columns) if entries is not None
-        ):
+        blocks = scores.unflatten(1, (pairs.group, -1))
+        for table, index in filter(None, self.entries(pairs, rows, columns)):
             for head in range(pairs.group):
                 blocks[:, head] += table.flatten()[pairs.flat_index(index, head, table)].to(
                     scores.dtype
@@ -141,9 +137,7 @@ class TableGradients:
     ) -> None:
         """Add dS `[some, group · rows, columns]` of a block to the entries that its scores used."""
         pairs = _Pairs.of(q, k, some)
-        blocks = ds.view(
-            len(pairs.segment), pairs.group, rows.stop - rows.start, columns.stop - columns.start
-        )
+        blocks = ds.unflatten(1, (pairs.group, -1))
         for total, entries in zip((self.position, self.time), bias.entries(pairs, rows, columns)):
             if total is None or entries is None:
                 continue

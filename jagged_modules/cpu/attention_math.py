@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,36 +32,38 @@ _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+class Rule(NamedTuple):
+    """How scores are made: scale · q kᵀ, of which a mask hides some. num_targets: of a segment."""
+
+    mask: AttentionMask | None
+    num_targets: int
+    scale: float
+
+
 def softmax_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask | None,
-    num_targets: int,
-    scale: float,
-    finite: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, finite: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of the scores `[segments, heads, rows]`, by torch's fused
     attention. A row that sees no key gets 0. q, k and v must have the same head dim and a last
     stride of 1. finite: whether `dot_products_are_finite` is known to hold."""
-    options = mask, num_targets, scale
     if finite:
-        return _fused_forward(q, k, v, *options)
+        return _fused_forward(q, k, v, rule)
+    mask, num_targets, scale = rule
     if mask is None:
-        out, lse = _fused_forward(q, k, v, *options)
+        out, lse = _fused_forward(q, k, v, rule)
         undefined = _undefined_rows(q, k, lse, scale)
         if bool(undefined.any()):
             out.masked_fill_(undefined[..., None], math.nan)
             lse.masked_fill_(undefined, math.nan)
         return out, lse
     if dot_products_are_finite(scale, q, k, v):
-        return _fused_forward(q, k, v, *options)
+        return _fused_forward(q, k, v, rule)
     bad_q, bad_kv = _unsafe_rows(q, k, scale), _unsafe_rows(k, q, scale) | _unsafe_rows(v)
     affected, _ = _affected(q, k, bad_q, bad_kv, mask, num_targets)
     fused_out, fused_lse = _fused_forward(
-        _clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), *options
+        _clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), rule
     )
-    exact_out, exact_lse = unfused_forward(q, k, v, *options, "softmax")
+    exact_out, exact_lse = unfused_forward(q, k, v, rule, "softmax")
     assert exact_lse is not None  # "softmax" returns it
     # The bits of other rows do not change.
     return torch.where(affected[..., None], exact_out, fused_out), torch.where(
@@ -87,32 +90,29 @@ def softmax_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    mask: AttentionMask | None,
-    num_targets: int,
-    scale: float,
+    rule: Rule,
     finite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. out, lse: the results of `softmax_forward`. finite: as there, for
     do, q, k and v."""
-    options = mask, num_targets, scale
+    mask, num_targets, scale = rule
     if mask is None or finite or dot_products_are_finite(scale, do, q, k, v):
-        return _fused_backward(do, q, k, v, out, lse, *options)
+        return _fused_backward(do, q, k, v, out, lse, rule)
     bad_q = _unsafe_rows(q, k, scale) | _unsafe_rows(do, v)
     bad_kv = _unsafe_rows(k, q, scale) | _unsafe_rows(v, do)
     affected, affected_keys = _affected(q, k, bad_q, bad_kv, mask, num_targets)
     do_, q_, out_ = (_clear(x, affected) for x in (do, q, out))
     k_, v_ = (_clear(x, bad_kv) for x in (k, v))
-    fused = _fused_backward(do_, q_, k_, v_, out_, lse.masked_fill(affected, 0.0), *options)
-    unfused = unfused_backward(do, q, k, v, *options, "softmax")
+    fused = _fused_backward(do_, q_, k_, v_, out_, lse.masked_fill(affected, 0.0), rule)
+    unfused = unfused_backward(do, q, k, v, rule, "softmax")
     choices = (affected, affected_keys, affected_keys)
     dq, dk, dv = (torch.where(rows[..., None], x, y) for rows, x, y in zip(choices, unfused, fused))
     return dq, dk, dv
 
 
-def _fused_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def _fused_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """`softmax_forward` for operands whose dot products are finite."""
+    mask, num_targets, scale = rule
     if mask is None or _is_causal(mask, q, k):
         return _fused_attention(q, k, v, 0.0, mask is not None, scale=scale)
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3])
@@ -125,17 +125,10 @@ def _fused_forward(
 
 
 def _fused_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: AttentionMask | None,
-    num_targets: int,
-    scale: float,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`softmax_backward` for operands whose dot products are finite."""
+    mask, num_targets, scale = rule
     if mask is None or _is_causal(mask, q, k):
         return _fused_attention_backward(do, q, k, v, out, lse, 0.0, mask is not None, scale=scale)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
@@ -160,15 +153,14 @@ def unfused_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: AttentionMask | None,
-    num_targets: int,
-    scale: float,
+    rule: Rule,
     activation: str,
     bias: BlockBias | None = None,
     dropout: BlockDropout | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """P v with P = dropout(act(scale · q kᵀ + bias)), 0 where hidden. With softmax also the
     log-sum-exp of the scores `[segments, heads, rows]`."""
+    mask, num_targets, scale = rule
     finite = mask is None or _are_finite(v)
     queries, keys, values = _fold(q * scale, k), k.flatten(0, 1), v.flatten(0, 1)
     pieces, is_whole = _pieces(q, k, mask, num_targets)
@@ -205,9 +197,7 @@ def unfused_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: AttentionMask | None,
-    num_targets: int,
-    scale: float,
+    rule: Rule,
     activation: str,
     bias: BlockBias | None = None,
     dropout: BlockDropout | None = None,
@@ -220,6 +210,7 @@ def unfused_backward(
     results: out and the log-sum-exp of the forward, which may be of more keys than k: softmax
     without a mask then reads them.
     """
+    mask, num_targets, scale = rule
     queries = _fold(q * scale, k)
     grads = _fold(do, k)
     delta, sums = None, None

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..activations import ACTIVATIONS
-from ..bias import RelativeBias
 from ..dropout import check_dropout, check_seed
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_choice, check_kind, check_number
@@ -23,7 +22,7 @@ from ..segments import (
     values_are_checkable,
 )
 from ..validation import IMPLEMENTATIONS, check_implementation, check_tensor
-from .attention_bias import check_bias
+from .attention_bias import BiasSide, check_bias
 from .attention_call import AttentionOptions, ParsedAttention, checked_call
 from .paged_keys import check_pages
 
@@ -64,8 +63,6 @@ def parse_arguments(
     check_mask(mask, isinstance(keys.offsets, str))
     check_implementation(implementation, ATTENTION_IMPLEMENTATIONS, q.device)
     check_schedule_of(q, schedule)
-    if bias is not None:
-        check_kind("bias", bias, RelativeBias, "a RelativeBias")
     kv_rows = k.shape[0] if pages is None else pages.num_rows
     own, others = _segments(q, kv_rows, queries, keys, mask)
     if bias is not None:
@@ -73,7 +70,9 @@ def parse_arguments(
             raise ValueError(
                 "bias must be None where segments share queries or keys: rows have no position"
             )
-        check_bias(bias, q, kv_rows, queries.offsets, keys.offsets)
+        of_queries = BiasSide("q", q.shape[0], queries.offsets, "q_offsets")
+        of_keys = BiasSide("k", kv_rows, keys.offsets, "kv_offsets")
+        check_bias(bias, q.device, q.shape[1], "q's", of_queries, of_keys)
     parsed = checked_call(q, k, v, own, others, options)
     segments, tiles = parsed.call.segments, parsed.call.schedule
     if tiles is not None and values_are_checkable(tiles.num_tiles):

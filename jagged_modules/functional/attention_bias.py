@@ -3,64 +3,82 @@ operators."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import NamedTuple
+
 import torch
 from jagged_kernels.attention.params import AttentionParams
 from torch import Tensor
 
 from ..bias import RelativeBias
+from ..containers.jagged import Jagged
+from ..scalars import check_kind
 from ..segments import normal_form, values_are_checkable
+
+
+class BiasSide(NamedTuple):
+    """The queries or the keys of a bias. name, offsets_name: of the rows and of the segments in
+    errors."""
+
+    name: str
+    rows: int
+    offsets: Tensor
+    offsets_name: str
 
 
 def check_bias(
     bias: RelativeBias,
-    q: Tensor,
-    kv_rows: int,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    q_name: str = "q",
-    offsets_name: str = "q_offsets",
+    device: torch.device,
+    num_heads: int,
+    owner: str,
+    queries: BiasSide,
+    keys: BiasSide,
 ) -> None:
-    """Check the bias against the operands and, if their values may be read, the offsets. q_name,
-    offsets_name: of q and q_offsets in errors."""
-    num_segments = q_offsets.shape[0] - 1
-    for name in ("position", "time", "timestamps", "boundaries", "query_timestamps", "query_shift"):
-        x = getattr(bias, name)
-        if x is not None and x.device != q.device:
+    """Check the bias against the rows and, if their values may be read, the offsets. owner: of the
+    device and the heads, such as "q's"."""
+    check_kind("bias", bias, RelativeBias, "a RelativeBias")
+    for field in dataclasses.fields(bias):
+        x = getattr(bias, field.name)
+        if x is not None and x.device != device:
             raise ValueError(
-                f"bias.{name} must be on {q_name}'s device, {q.device}, got {x.device}"
+                f"bias.{field.name} must be on {owner} device, {device}, got {x.device}"
             )
     for name, table in (("position", bias.position), ("time", bias.time)):
-        if table is not None and table.dim() == 2 and table.shape[0] != q.shape[1]:
+        if table is not None and table.dim() == 2 and table.shape[0] != num_heads:
             raise ValueError(
-                f"bias.{name} must have one row for each of {q_name}'s {q.shape[1]} heads, got"
+                f"bias.{name} must have one row for each of {owner} {num_heads} heads, got"
                 f" {table.shape[0]}"
             )
-    for name, owner, rows in (
-        ("timestamps", "k", kv_rows),
-        ("query_timestamps", q_name, q.shape[0]),
+    for name, what, side, count in (
+        ("timestamps", "row", keys, keys.rows),
+        ("query_timestamps", "row", queries, queries.rows),
+        ("query_shift", "segment", queries, queries.offsets.shape[0] - 1),
     ):
         x = getattr(bias, name)
-        if x is not None and x.shape[0] != rows:
+        if x is not None and x.shape[0] != count:
             raise ValueError(
-                f"bias.{name} must have one element for each of {owner}'s rows, {rows}, got"
+                f"bias.{name} must have one element for each {what} of {side.name}, {count}, got"
                 f" {x.shape[0]}"
             )
-    if bias.query_shift is not None and bias.query_shift.shape[0] != num_segments:
-        raise ValueError(
-            f"bias.query_shift must have shape [B] = [{num_segments}], got"
-            f" {list(bias.query_shift.shape)}"
-        )
     if bias.max_seqlen is None:
         return
-    num_offsets = kv_offsets.shape[0]  # of the queries, those of the first group
-    for name, offsets in ((offsets_name, q_offsets), ("kv_offsets", kv_offsets)):
-        if values_are_checkable(offsets) and num_offsets > 1:
-            longest = int(offsets[:num_offsets].diff().max())
+    num_offsets = keys.offsets.shape[0]  # of the queries, those of the first group
+    for side in (queries, keys):
+        if values_are_checkable(side.offsets) and num_offsets > 1:
+            longest = int(side.offsets[:num_offsets].diff().max())
             if longest > bias.max_seqlen:
                 raise ValueError(
-                    f"{name} must have segments of at most {bias.max_seqlen} rows, those of"
-                    f" bias.position, got {longest}"
+                    f"{side.offsets_name} must have segments of at most {bias.max_seqlen} rows,"
+                    f" those of bias.position, got {longest}"
                 )
+
+
+def check_layer_bias(
+    bias: RelativeBias, num_heads: int, queries: tuple[str, Jagged], keys: tuple[str, Jagged]
+) -> None:
+    """`check_bias` of a layer's containers, by their names in errors."""
+    sides = (BiasSide(name, x.num_rows, x.offsets, name) for name, x in (queries, keys))
+    check_bias(bias, queries[1].device, num_heads, "the layer's", *sides)
 
 
 def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -> AttentionParams:

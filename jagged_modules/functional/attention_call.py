@@ -3,7 +3,7 @@ again."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jagged_kernels.attention.pages import Pages
@@ -22,7 +22,6 @@ from ..tracing import is_symbolic
 from ..validation import MAX_HEAD_DIM, check_dtype, refuse_transforms
 from .attention_bias import with_bias
 from .paged_keys import readable_keys
-from .segment_scale import expand_to_rows
 
 
 class AttentionOptions(NamedTuple):
@@ -247,3 +246,29 @@ def _split_scale(
     rows = q.shape[0] * (segments.num_segments if segments.q_shared else 1)
     rest = expand_to_rows(output_scale / factor, segments.q_offsets, rows, segments.has_tail)
     return factor.expand(1 if segments.kv_shared else segments.num_segments), rest
+
+
+def expand_to_rows(x: Tensor, offsets: Tensor, num_rows: int, has_tail: bool = False) -> Tensor:
+    """x[b] repeated for each row of segment b: `[B]` to `[num_rows]`. offsets are `[B + 1]` on x's
+    device. The gradient is summed in a fixed order. That of torch.repeat_interleave is not
+    deterministic on a GPU. has_tail: there may be rows behind the last segment, whose value is
+    0."""
+    if has_tail:  # they are the rows of one more segment
+        x, offsets = pad(x, (0, 1)), torch.cat([offsets, offsets.narrow(0, 0, 1) + num_rows])
+    if x.is_cuda and x.requires_grad and x.dtype == torch.float32:
+        return _ExpandToRows.apply(x, offsets, num_rows)  # type: ignore[no-untyped-call]  # unannotated in torch
+    return torch.repeat_interleave(x, offsets.diff(), output_size=num_rows)
+
+
+class _ExpandToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(offsets)
+        return torch.repeat_interleave(x, offsets.diff(), output_size=num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        from jagged_kernels.matmul.op import triton_jagged_sum
+
+        (grad,), (offsets,) = grads, ctx.saved_tensors
+        return triton_jagged_sum(grad.unsqueeze(1), offsets).squeeze(1), None, None

@@ -13,17 +13,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..autocast import autocast
-from ..bias import RelativeBias
 from ..containers.candidates import CandidateIndex
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_kind, is_sequence
 from ..segments import RowSegments, check_device, check_offsets, check_offsets_shape, parse_segments
-from ..validation import check_tensor
+from ..validation import check_tensor, transforms_are_active
 from .attention import attend, computed
 from .attention_arguments import Side, check_shared, parse_arguments
-from .attention_bias import check_bias
+from .attention_bias import BiasSide, check_bias
 from .attention_call import AttentionOptions, check_operands, check_output_scale
-from .joined_rows import joined_rows
 from .target_levels import LEVELS, attend_to_levels, parse_levels
 
 
@@ -223,8 +221,8 @@ def self_target_attention(
             f" {offsets.shape[0] - 1} and {candidate_offsets.shape[0] - 1}"
         )
     if (bias := options.get("bias")) is not None:
-        check_kind("bias", bias, RelativeBias, "a RelativeBias")
-        check_bias(bias, q_user, rows[0], offsets, offsets, "q_user", "offsets")
+        own = BiasSide("q_user", rows[0], offsets, "offsets")
+        check_bias(bias, device, q_user.shape[1], "q_user's", own, own._replace(name="k"))
     users = parse_segments("offsets", offsets, rows[0], device)
     candidates = parse_segments("candidate_offsets", candidate_offsets, rows[1], device)
     queries, keys, options = joined_segments(users, candidates, rows, options)
@@ -288,3 +286,36 @@ def joined_segments(
     kv_offsets = torch.cat([users.offsets, users.offsets[-1:]])
     keys = RowSegments(kv_offsets, num_rows=rows[0], has_tail=True)
     return RowSegments(q_offsets, num_rows=sum(rows)), keys, options
+
+
+def joined_rows(x: Tensor, y: Tensor) -> Tensor:
+    """The rows of x `[N, ...]`, then those of y. A view if y follows x in memory, else a copy."""
+    if torch.compiler.is_compiling() or transforms_are_active() or not _adjoin(x, y):
+        return torch.cat([x, y])
+    return _JoinedRows.apply(x, y)  # type: ignore[no-untyped-call]  # unannotated in torch
+
+
+def _adjoin(x: Tensor, y: Tensor) -> bool:
+    same = (
+        x.dtype == y.dtype
+        and x.device == y.device
+        and x.shape[1:] == y.shape[1:]
+        and x.stride() == y.stride()
+    )
+    if not same or x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
+        return False
+    return x.stride(0) > 0 and y.storage_offset() == x.storage_offset() + x.shape[0] * x.stride(0)
+
+
+class _JoinedRows(torch.autograd.Function):
+    """A view over x and y. The gradient of torch's x.as_strided flows to x only, not to y."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.rows = x.shape[0], y.shape[0]
+        return x.detach().as_strided((sum(ctx.rows), *x.shape[1:]), x.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        dx, dy = torch.split_with_sizes(grads[0], ctx.rows)
+        return dx, dy

@@ -19,12 +19,12 @@ from ..rotary import Rotary, rotary_tables
 from ..scalars import check_choice, check_size
 from ..segments import check_offsets
 from ..tracing import call_of, one_module
-from ..validation import MAX_HEAD_DIM, resolve_head_dim
+from ..validation import resolve_head_dim
 from .block_attention_node import BlockAttention, block_attention_node
 from .invariant import fixed_rows
 from .keywords import name_keywords
 from .one_node import in_training, node_dtype
-from .parameters import Layer, check_parameter_dtype, in_heads
+from .parameters import Layer, in_heads
 
 C = TypeVar("C")  # a container
 
@@ -79,9 +79,8 @@ class BlockDiagonalSelfAttention(Layer):
         max_seqlen: int = 8192,
         attention_dropout: float = 0,
     ) -> None:
-        super().__init__()
-        check_parameter_dtype(dtype)
-        self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
+        super().__init__(dtype)
+        self.head_dim = resolve_head_dim(embedding_dim, num_heads)
         check_size("block_size", block_size)
         if block_size not in BLOCKS:
             raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size}")

@@ -14,11 +14,12 @@ from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, wrap_rows
+from ..functional.attention_arguments import check_mask
 from ..functional.din_attention import DINMlp, attend_by_mlp, checked_features, event_part
 from ..functional.operands import runs_kernels
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
-from ..scalars import check_choice, check_kind, check_number, check_size, is_sequence
+from ..scalars import check_choice, check_number, check_size, is_sequence
 from ..settings import is_batch_invariant
 from ..tracing import call_of, one_module, through_call
 from ..unit_activations import UNIT_ACTIVATIONS, WITH_PARAMETERS, UnitParameters
@@ -26,7 +27,7 @@ from .cached_projections import layer_of_cache
 from .din_weights import read_mlp
 from .keywords import name_keywords
 from .one_node import has_call_of_its_own
-from .parameters import Layer, check_parameter_dtype
+from .parameters import Layer
 from .targets import Targets, parse_targets
 
 T = TypeVar("T")  # the container of the targets, or a dense tensor
@@ -82,8 +83,7 @@ class JaggedDINAttention(Layer):
         affine: bool = False,
         mask: AttentionMask | None = None,
     ) -> None:
-        super().__init__()
-        check_parameter_dtype(dtype)
+        super().__init__(dtype)
         check_size("embedding_dim", embedding_dim)
         if not is_sequence(hidden) or not hidden:
             raise TypeError(f"hidden must be a tuple of at least one size, got {hidden!r}")
@@ -93,8 +93,7 @@ class JaggedDINAttention(Layer):
         check_choice("normalize", normalize, (None, "softmax"))
         check_number("eps", eps, low=0)
         check_number("momentum", momentum, 0, 1)
-        if mask is not None:
-            check_kind("mask", mask, AttentionMask, "an AttentionMask")
+        check_mask(mask, False)
         self.embedding_dim, self.hidden = embedding_dim, tuple(hidden)
         self.activation, self.normalize = activation, normalize
         self.features, self.mask = checked_features(features), mask

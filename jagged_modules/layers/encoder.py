@@ -34,7 +34,7 @@ from .gdpa import JaggedGDPA
 from .gdpa_config import GDPAConfig
 from .keywords import name_keywords
 from .norms import RMSNorm, RowNorm
-from .parameters import Layer, check_parameter_dtype
+from .parameters import Layer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -94,8 +94,7 @@ class JaggedEncoderLayer(Layer):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_parameter_dtype(dtype)
+        super().__init__(dtype)
         check_size("ffn_dim", ffn_dim)
         check_flag("norm_first", norm_first)
         check_choice("norm", norm, tuple(NORMS))

@@ -17,23 +17,24 @@ from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands
 from ..functional.attention import attend
+from ..functional.attention_arguments import check_mask
+from ..functional.attention_bias import check_layer_bias
 from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_choice, check_kind
 from ..segments import RowSegments
 from ..tracing import as_constant, call_of, one_module, through_call
-from ..validation import MAX_HEAD_DIM, resolve_head_dim
+from ..validation import resolve_head_dim
 from .cached_projections import layer_of_cache, projected_in_heads
 from .from_torch import checked_attention, load_attention, place
 from .gdpa_config import GDPAConfig
 from .gdpa_node import Sides, gdpa_dtype, gdpa_node
 from .invariant import fixed_rows
 from .keywords import name_keywords
-from .layer_bias import check_layer_bias
 from .norms import RMSNorm
 from .one_node import cast_linears, in_training
-from .parameters import Layer, check_parameter_dtype, in_heads
+from .parameters import Layer, in_heads
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -94,13 +95,10 @@ class JaggedGDPA(Layer):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_parameter_dtype(dtype)
+        super().__init__(dtype)
         config = GDPAConfig() if config is None else config
         check_kind("config", config, GDPAConfig, "a GDPAConfig")
-        self.head_dim = resolve_head_dim(
-            "head_dim", config.head_dim, embedding_dim, num_heads, MAX_HEAD_DIM
-        )
+        self.head_dim = resolve_head_dim(embedding_dim, num_heads, config.head_dim)
         self.num_kv_heads = num_heads if config.num_kv_heads is None else config.num_kv_heads
         if num_heads % self.num_kv_heads:
             raise ValueError(
@@ -110,8 +108,7 @@ class JaggedGDPA(Layer):
         check_choice("activation", activation, ACTIVATIONS)
         if activation == "softmax" and config.output_scale != 1:
             raise ValueError(f"output_scale must be 1 with softmax, got {config.output_scale}")
-        if mask is not None:
-            check_kind("mask", mask, AttentionMask, "an AttentionMask")
+        check_mask(mask, False)
         if mask is not None and (config.num_seeds or config.num_weights):
             raise ValueError(
                 "mask must be None with num_seeds or num_weights: learned rows have no position"
@@ -444,5 +441,5 @@ class JaggedGDPA(Layer):
         if mask is not None:
             check_num_targets(name, mask.num_targets, keys.offsets, keys.device, "the layer's")
         if bias is not None:
-            check_layer_bias(bias, x, keys, keys_name, self.num_heads)
+            check_layer_bias(bias, self.num_heads, ("x", x), (keys_name, keys))
         return mask

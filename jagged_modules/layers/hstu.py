@@ -20,23 +20,16 @@ from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind
 from ..segments import check_device, check_index_values, check_integers
 from ..tracing import call_of, one_module, through_call
-from ..validation import MAX_HEAD_DIM, resolve_head_dim
+from ..validation import resolve_head_dim
 from .cached_projections import check_cached_values
-from .hstu_config import (
-    HSTUConfig,
-    Times,
-    check_appendable,
-    check_lengths,
-    check_row_timestamps,
-    check_times,
-)
+from .hstu_config import HSTUConfig, Times, check_appendable, check_lengths, check_row_timestamps
 from .hstu_node import gated_output, hstu_node, norm_rows, takes_kernels
 from .hstu_rows import Keys, Rows, joined
 from .invariant import fixed_rows
 from .keywords import name_keywords
 from .norms import NORM_KINDS, make_norm
 from .one_node import cast_linears, in_training
-from .parameters import Layer, check_columns, check_parameter_dtype, xavier_linear
+from .parameters import Layer, check_columns, xavier_linear
 
 C = TypeVar("C")  # a container
 BIAS_STD = 0.02  # initial standard deviation of the entries of both bias tables
@@ -96,16 +89,13 @@ class HSTULayer(Layer):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_parameter_dtype(dtype)
+        super().__init__(dtype)
         config = HSTUConfig() if config is None else config
         check_kind("config", config, HSTUConfig, "an HSTUConfig")
         self.embedding_dim, self.num_heads, self.config = embedding_dim, num_heads, config
-        self.head_dim = resolve_head_dim(
-            "head_dim", config.head_dim, embedding_dim, num_heads, MAX_HEAD_DIM
-        )
+        self.head_dim = resolve_head_dim(embedding_dim, num_heads, config.head_dim)
         self.linear_dim = resolve_head_dim(
-            "linear_dim", config.linear_dim, embedding_dim, num_heads, MAX_HEAD_DIM
+            embedding_dim, num_heads, config.linear_dim, "linear_dim"
         )
         width = num_heads * self.linear_dim
         of_input, of_output = NORM_KINDS[config.norm]
@@ -183,7 +173,7 @@ class HSTULayer(Layer):
                 longer than config.relative_position and its length is on the host; timestamps are
                 missing, or given without config.relative_time.
         """
-        jagged = self._checked("x", x, num_targets, timestamps, query_timestamps)
+        jagged = self._checked("x", x, num_targets, Times(timestamps, query_timestamps))
         mask, bias = self.config.mask(num_targets), self._bias(timestamps, query_timestamps)
         if takes_kernels(self, jagged.values):
             return self._updated_by_node(jagged, mask, bias)
@@ -221,7 +211,7 @@ class HSTULayer(Layer):
             TypeError, ValueError: as `forward`.
         """
         check_flag("update", update)
-        jagged = self._checked("history", history, None, timestamps, query_timestamps)
+        jagged = self._checked("history", history, None, Times(timestamps, query_timestamps))
         if isinstance(cache_rows, Tensor):
             check_integers("cache_rows", cache_rows)
             check_device("cache_rows", cache_rows, jagged.device, "the layer's")
@@ -265,14 +255,12 @@ class HSTULayer(Layer):
         Raises:
             TypeError, ValueError: as `forward`; the cache does not fit the layer.
         """
-        jagged = self._checked("targets", targets, num_targets, timestamps, query_timestamps)
-        self._check_cache("targets", jagged, cache, cache_timestamps)
-        num_targets = jagged.offsets.diff() if num_targets is None else num_targets
+        times = Times(timestamps, query_timestamps, cache_timestamps)
+        rows, times = self._behind(cache, "targets", targets, num_targets, times)
+        num_targets = rows.jagged.offsets.diff() if num_targets is None else num_targets
         mask = AttentionMask(
             num_targets=num_targets, target_group_size=self.config.target_group_size
         )
-        rows = self._project("targets", jagged)
-        times = Times.of(jagged, timestamps, query_timestamps, cache_timestamps)
         return self._updated(rows, self._attend_with_cache(rows, cache, mask, times))
 
     @through_call
@@ -300,44 +288,39 @@ class HSTULayer(Layer):
             TypeError, ValueError: as `score`; later events change earlier rows under the config.
         """
         check_appendable(self.config)
-        jagged = self._checked("events", events, None, timestamps, query_timestamps)
-        self._check_cache("events", jagged, cache, cache_timestamps)
-        rows = self._project("events", jagged)
-        times = Times.of(jagged, timestamps, query_timestamps, cache_timestamps)
+        times = Times(timestamps, query_timestamps, cache_timestamps)
+        rows, times = self._behind(cache, "events", events, None, times)
         if self.config.max_attn_len or room_of(cache):
             a = self._attend_to_joined(rows, cache, times)
         else:
             a = self._attend_with_cache(rows, cache, AttentionMask(causal=True), times)
         return self._updated(rows, a), rows.keys_and_values()
 
-    def _checked(
-        self,
-        name: str,
-        x: Any,
-        num_targets: Tensor | None,
-        timestamps: Tensor | None,
-        query_timestamps: Tensor | None,
-    ) -> Jagged:
+    def _checked(self, name: str, x: Any, num_targets: Tensor | None, times: Times) -> Jagged:
         """The rows of a call, which errors call `name`."""
         jagged = wrap_rows(name, x, self.embedding_dim, self.uvqk_proj)
         if num_targets is not None:
             check_integers("num_targets", num_targets)
         check_num_targets("num_targets", num_targets, jagged.offsets, jagged.device, "the layer's")
         check_lengths(name, self.config, jagged.offsets)
-        check_times(name, jagged, self.config, timestamps, query_timestamps)
+        times.check(name, jagged, self.config)
         return jagged
 
-    def _check_cache(
-        self, name: str, x: Jagged, cache: Jagged, cache_timestamps: Tensor | None
-    ) -> None:
-        """TypeError or ValueError unless the cache has the shape, dtype and device of this layer's
-        keys and values, and one segment per segment of x. Errors call x `name`."""
+    def _behind(
+        self, cache: Jagged, name: str, x: Any, num_targets: Tensor | None, times: Times
+    ) -> tuple[Rows, Times]:
+        """The rows of a call, which errors call `name`, and their timestamps. TypeError or
+        ValueError unless the cache has the shape, dtype and device of this layer's keys and values,
+        and one segment per segment of x."""
+        jagged = self._checked(name, x, num_targets, times)
         check_kind("cache", cache, Jagged, "a Jagged of keys and values")
-        check_same_segments(name, x, "cache", cache)
+        check_same_segments(name, jagged, "cache", cache)
         width = self.head_dim + self.linear_dim
         check_cached_values(cache, self.num_heads, width, self.uvqk_proj)
-        check_lengths(f"{name} and cache", self.config, x.offsets, cache.offsets)
-        check_row_timestamps("cache_timestamps", cache_timestamps, "cache", cache, self.config)
+        check_lengths(f"{name} and cache", self.config, jagged.offsets, cache.offsets)
+        owner = "cache", cache, self.config
+        check_row_timestamps("cache_timestamps", times.cache_timestamps, *owner)
+        return self._project(name, jagged), times.completed(jagged)
 
     def _bias(
         self,

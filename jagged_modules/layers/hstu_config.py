@@ -129,19 +129,6 @@ def check_lengths(name: str, config: HSTUConfig, *offsets: Tensor) -> None:
         )
 
 
-def check_times(
-    owner: str,
-    rows: Jagged,
-    config: HSTUConfig,
-    timestamps: Tensor | None,
-    query_timestamps: Tensor | None,
-) -> None:
-    """Check the timestamps of rows, whose owner errors call `owner`."""
-    check_row_timestamps("timestamps", timestamps, owner, rows, config)
-    if query_timestamps is not None:
-        check_row_timestamps("query_timestamps", query_timestamps, owner, rows, config)
-
-
 def check_row_timestamps(
     name: str, x: Tensor | None, owner: str, rows: Jagged, config: HSTUConfig
 ) -> None:
@@ -167,27 +154,28 @@ def check_row_timestamps(
 
 
 class Times(NamedTuple):
-    """The timestamps of rows of cached histories."""
+    """The timestamps of rows, which may follow those of cached histories."""
 
     timestamps: Tensor | None
     query_timestamps: Tensor | None
-    cache_timestamps: Tensor | None
+    cache_timestamps: Tensor | None = None
 
-    @classmethod
-    def of(
-        cls,
-        rows: Jagged,
-        timestamps: Tensor | None,
-        query_timestamps: Tensor | None,
-        cache_timestamps: Tensor | None,
-    ) -> Times:
+    def check(self, owner: str, rows: Jagged, config: HSTUConfig) -> None:
+        """Check those of rows, whose owner errors call `owner`."""
+        check_row_timestamps("timestamps", self.timestamps, owner, rows, config)
+        if self.query_timestamps is not None:
+            check_row_timestamps("query_timestamps", self.query_timestamps, owner, rows, config)
+
+    def completed(self, rows: Jagged) -> Times:
         """query_timestamps, if None: the timestamps of the next rows of the segments, and of a
         segment's last row its own. A bias of cached keys cannot find these rows among its keys."""
-        if timestamps is not None and query_timestamps is None:
-            offsets = rows.offsets.to(timestamps.device, non_blocking=True)
-            index, segments = rows_and_segments(offsets, timestamps.shape[0])
-            query_timestamps = timestamps[torch.minimum(index + 1, offsets[1:][segments] - 1)]
-        return cls(timestamps, query_timestamps, cache_timestamps)
+        timestamps = self.timestamps
+        if timestamps is None or self.query_timestamps is not None:
+            return self
+        offsets = rows.offsets.to(timestamps.device, non_blocking=True)
+        index, segments = rows_and_segments(offsets, timestamps.shape[0])
+        following = torch.minimum(index + 1, offsets[1:][segments] - 1)
+        return self._replace(query_timestamps=timestamps[following])
 
 
 def rows_seen_by_targets(

@@ -20,7 +20,6 @@ from .hstu_config import (
     check_appendable,
     check_lengths,
     check_row_timestamps,
-    check_times,
     rows_seen_by_targets,
 )
 from .keywords import name_keywords
@@ -175,7 +174,7 @@ class HSTUStack(Layer):
             TypeError, ValueError: as `HSTULayer.forward`; the cache does not fit the layers.
         """
         wrapped = self._wrap("targets", targets)
-        times = self._times("targets", wrapped, cache, timestamps, query_timestamps)
+        times = self._times("targets", wrapped, cache, Times(timestamps, query_timestamps))
         jagged = wrapped.with_values(wrapped.values)
         num_targets = jagged.offsets.diff()
         for layer, history in zip(self.layers, cache.layers):
@@ -226,7 +225,7 @@ class HSTUStack(Layer):
         """
         check_appendable(self.config)
         wrapped = self._wrap("events", events)
-        times = self._times("events", wrapped, cache, timestamps, query_timestamps)
+        times = self._times("events", wrapped, cache, Times(timestamps, query_timestamps))
         jagged = wrapped.with_values(wrapped.values)
         added: list[Jagged] = []
         for layer, history in zip(self.layers, cache.layers):
@@ -257,25 +256,18 @@ class HSTUStack(Layer):
         first = self.layers[0]
         return wrap_rows(name, x, first.embedding_dim, first.uvqk_proj)
 
-    def _times(
-        self,
-        name: str,
-        x: Jagged,
-        cache: HistoryCache,
-        timestamps: Tensor | None,
-        query_timestamps: Tensor | None,
-    ) -> dict[str, Any]:
+    def _times(self, name: str, x: Jagged, cache: HistoryCache, times: Times) -> dict[str, Any]:
         """The timestamps of x, which errors call `name`, and of the cache, as arguments of the
         layers. Checks what the layers do not."""
         check_kind("cache", cache, HistoryCache, "a HistoryCache")
         if len(cache.layers) != len(self.layers):
             raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
-        check_times(name, x, self.config, timestamps, query_timestamps)
-        if timestamps is not None:
+        times.check(name, x, self.config)
+        if times.timestamps is not None:
             check_row_timestamps(
                 "cache's timestamps", cache.timestamps, "cache", cache.layers[0], self.config
             )
-        return Times.of(x, timestamps, query_timestamps, cache.timestamps)._asdict()
+        return times._replace(cache_timestamps=cache.timestamps).completed(x)._asdict()
 
 
 @torch.fx.wrap

@@ -17,7 +17,7 @@ from ..tracing import call_of, one_module
 from .invariant import fixed_rows
 from .mlp_node import mlp_node
 from .one_node import node_dtype
-from .parameters import Layer, check_parameter_dtype
+from .parameters import Layer
 
 C = TypeVar("C")  # a container
 
@@ -55,8 +55,7 @@ class JaggedMLP(Layer):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_parameter_dtype(dtype)
+        super().__init__(dtype)
         if isinstance(dims, str):
             raise TypeError("dims must be a sequence of ints, got str")
         check_kind("dims", dims, Sequence, "a sequence of ints")

@@ -52,6 +52,11 @@ class Layer(nn.Module):
 
     _shown: tuple[str, ...] = ()  # attributes in the repr
 
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        """dtype: of the parameters, as the caller gave it. Raises as `check_parameter_dtype`."""
+        super().__init__()
+        check_parameter_dtype(dtype)
+
     def reset_parameters(self) -> None:
         """Initialise all parameters by the `reset_parameters` of each module, for instance after
         `to_empty` of a layer built on the meta device."""

@@ -18,7 +18,7 @@ from .gdpa_config import GDPAConfig
 from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
-from .parameters import Layer, check_parameter_dtype
+from .parameters import Layer
 
 C = TypeVar("C")  # a container
 
@@ -67,8 +67,7 @@ class JaggedPFFN(Layer):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_parameter_dtype(dtype)
+        super().__init__(dtype)
         check_size("num_features", num_features)
         check_size("num_weights", num_weights)
         where: dict[str, Any] = dict(device=device, dtype=dtype)

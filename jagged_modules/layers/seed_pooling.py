@@ -16,7 +16,7 @@ from .gdpa_config import GDPAConfig
 from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
-from .parameters import Layer, check_parameter_dtype
+from .parameters import Layer
 from .pffn import check_features
 from .target_attention import JaggedTargetAttention
 
@@ -66,8 +66,7 @@ class JaggedSeedPooling(Layer):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_parameter_dtype(dtype)
+        super().__init__(dtype)
         check_size("num_seeds", num_seeds)
         check_size("num_features", num_features, at_least=0)
         check_size("rank", rank)

@@ -17,20 +17,21 @@ from ..containers.history_cache import HistoryCache
 from ..containers.jagged import wrap_rows
 from ..dropout import check_dropout
 from ..functional.attention import attend
+from ..functional.attention_arguments import check_mask
+from ..functional.attention_bias import check_layer_bias
 from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
 from ..functional.target_attention import attend_users_and_candidates
 from ..functional.target_levels import attend_to_levels
 from ..masks import AttentionMask, field_of_later_rows
-from ..scalars import check_kind, check_size
+from ..scalars import check_size
 from ..tracing import call_of, one_module, through_call
-from ..validation import MAX_HEAD_DIM, resolve_head_dim
+from ..validation import resolve_head_dim
 from .cached_projections import CachesProjection, cached_operands
 from .invariant import fixed_rows
 from .keywords import name_keywords
-from .layer_bias import check_layer_bias
 from .one_node import cast_linears, in_training, node_dtype
-from .parameters import check_parameter_dtype, in_heads
+from .parameters import in_heads
 from .self_target_node import self_target_node
 from .targets import LevelIndices, Targets, parse_histories, parse_targets
 
@@ -78,14 +79,12 @@ class JaggedSelfTargetAttention(CachesProjection):
         mask: AttentionMask | None = None,
         attention_dropout: float = 0,
     ) -> None:
-        super().__init__()
-        check_parameter_dtype(dtype)
+        super().__init__(dtype)
         self.target_dim = embedding_dim if target_dim is None else target_dim
         self.embedding_dim, self.num_heads = embedding_dim, num_heads
-        self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
+        self.head_dim = resolve_head_dim(embedding_dim, num_heads)
         check_size("target_dim", self.target_dim)
-        if mask is not None:
-            check_kind("mask", mask, AttentionMask, "an AttentionMask")
+        check_mask(mask, False)
         if mask is not None and mask.num_targets is not None:
             raise ValueError(
                 f"mask.num_targets must be None: targets are no rows of the history; got {mask}"
@@ -137,7 +136,7 @@ class JaggedSelfTargetAttention(CachesProjection):
             return None, new
         (keys,), end = cache.append(new).layers, rows.end("events")
         if bias is not None:
-            check_layer_bias(bias, rows, keys, "cache and events", self.num_heads, "events")
+            check_layer_bias(bias, self.num_heads, ("events", rows), ("cache and events", keys))
         k, v = keys.values.chunk(2, dim=2)
         q_proj, out_proj = cast_linears(rows.values, self.q_proj, self.out_proj)
         q = q_proj(entering(rows.values, end))
@@ -239,7 +238,7 @@ class JaggedSelfTargetAttention(CachesProjection):
             if bias is None:
                 dtype = node_dtype(given.rows, linears, on_cpu=True)
             else:
-                check_layer_bias(bias, users, users, "history", self.num_heads, "history")
+                check_layer_bias(bias, self.num_heads, *[("history", users)] * 2)
             if dtype is not None:
                 results = self_target_node(self, linears, given, users.values, dtype)
                 return users.unwrap(results[0]), given.unwrap(results[1])

@@ -20,13 +20,13 @@ from ..functional.tail import entering, leaving
 from ..functional.target_levels import LEVELS, attend_to_levels
 from ..scalars import check_choice, check_number, check_size
 from ..tracing import call_of, one_module, through_call
-from ..validation import MAX_HEAD_DIM, resolve_head_dim
+from ..validation import resolve_head_dim
 from .cached_projections import CachesProjection, cached_operands
 from .from_torch import checked_attention, load_attention, place
 from .invariant import fixed_rows
 from .keywords import name_keywords
 from .one_node import cast_linears, in_training, node_dtype
-from .parameters import check_parameter_dtype, in_heads
+from .parameters import in_heads
 from .target_node import target_node
 from .targets import LevelIndices, Targets, parse_histories, parse_targets
 
@@ -83,11 +83,10 @@ class JaggedTargetAttention(CachesProjection):
         attention_dropout: float = 0,
         levels: str = "joint",
     ) -> None:
-        super().__init__()
-        check_parameter_dtype(dtype)
+        super().__init__(dtype)
         self.target_dim = embedding_dim if target_dim is None else target_dim
         self.embedding_dim, self.num_heads = embedding_dim, num_heads
-        self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
+        self.head_dim = resolve_head_dim(embedding_dim, num_heads)
         check_size("target_dim", self.target_dim)
         check_number("dropout", dropout, 0, 1)
         check_dropout("attention_dropout", attention_dropout)

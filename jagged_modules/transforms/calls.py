@@ -154,6 +154,7 @@ def only_for(replaced: Sequence[fx.Node], reader: fx.Node) -> list[fx.Node]:
 
 
 Rule = Callable[[Call], "Moved | None"]
+Condition = Callable[[Call, int, int], bool]
 RULES: dict[Any, Rule] = {}
 # by name: operators of this project are registered when their modules are imported
 OWN_RULES: dict[str, Rule] = {}
@@ -185,6 +186,26 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
             if target is not None:
                 RULES[target] = function
         return function
+
+    return register
+
+
+def row_by_row(
+    *names: str, of: str = "self", alone: bool = True
+) -> Callable[[Condition], Condition]:
+    """As `rule`, for operators that compute each row of their operand `of` by itself, where a
+    condition holds: of the call, the rows' dimension and the number of dimensions. The rows'
+    dimension stays in place. alone: no other operand may have a lineage."""
+
+    def register(condition: Condition) -> Condition:
+        def moved(call: Call) -> Moved | None:
+            lineage, ndim = call.lineage(call[of]), len(call.shape(call[of]))
+            if lineage is None or (alone and not call.only(of)):
+                return None
+            return Moved(lineage) if condition(call, lineage.dim, ndim) else None
+
+        rule(*names)(moved)
+        return condition
 
     return register
 

@@ -27,6 +27,20 @@ FAST_PATH = (
 COPIES_OF_CONSTANTS = torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.clone.default
 
 
+class Example(NamedTuple):
+    """A call of a model, with which it is captured and compared."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The inputs by the names of forward's parameters."""
+        bound = inspect.signature(self.model.forward).bind(*self.args, **self.kwargs)
+        return dict(bound.arguments)
+
+
 @dataclass
 class Captured:
     """A captured model.
@@ -34,7 +48,7 @@ class Captured:
     Attributes:
         module: has the model's parameters and buffers under their names.
         graph: of the module. It stays when the module gets another one.
-        example: positional and keyword inputs of the capture.
+        example: of the capture.
         inputs: the placeholders of each entry of forward's inputs, by its name: see `named`.
         hints: sizes of the example, by symbol.
         labels: where each symbol is a size, for instance "history[0]".
@@ -44,7 +58,7 @@ class Captured:
 
     module: fx.GraphModule
     graph: fx.Graph
-    example: tuple[tuple[Any, ...], dict[str, Any]]
+    example: Example
     inputs: dict[str, list[fx.Node]]
     hints: dict[Size, int]
     labels: dict[Size, str]
@@ -59,7 +73,7 @@ class Captured:
             node.meta["val"] = torch.empty((value.shape[0],), dtype=dtype, device=value.device)
         codegen: Any = graph._codegen
         info = codegen.pytree_info
-        args, kwargs = self.example
+        _, args, kwargs = self.example
         spec = pytree.tree_structure((args, {**kwargs, MAP_NAME: None}))
         codegen.pytree_info = info._replace(orig_args=[*info.orig_args, MAP_NAME], in_spec=spec)
         self.module._in_spec = spec  # pyright: ignore[reportAttributeAccessIssue]
@@ -67,11 +81,7 @@ class Captured:
 
 
 def export(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dynamic_shapes: Any = None,
-    replicated: Sequence[str] = (),
+    example: Example, dynamic_shapes: Any = None, replicated: Sequence[str] = ()
 ) -> torch.export.ExportedProgram:
     """Export the model, without its in-place writes. Attention stays one operator where the model
     calls it as one.
@@ -82,8 +92,9 @@ def export(
     casts would become part of the graph: it acts on the calls of the result, as on those of the
     model.
     """
+    model, args, kwargs = example
     if dynamic_shapes is None:
-        dynamic_shapes = _first_dims(model, args, kwargs, replicated)
+        dynamic_shapes = _first_dims(example, replicated)
     fastpath = torch.backends.mha.get_fastpath_enabled()
     outside_autocast = contextlib.ExitStack()
     try:
@@ -108,7 +119,7 @@ def export(
             "model must not write to its buffers or inputs, but forward writes to"
             f" {sorted(map(str, written.values()))}"
         )
-    sizes = _first_sizes(model, args, kwargs)
+    sizes = _first_sizes(example)
     rows = {x.size for x in sizes if x.name in replicated}
     batch = [x.guard for x in sizes if x.size in rows]
     branches = [
@@ -128,13 +139,8 @@ def export(
     return exported
 
 
-def captured_from(
-    exported: torch.export.ExportedProgram,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Captured:
-    """A graph with the model's parameters and buffers. The arguments are those of `export`."""
+def captured_from(exported: torch.export.ExportedProgram, example: Example) -> Captured:
+    """A graph with the model's parameters and buffers. example: that of `export`."""
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     # they compare inputs with the example, and wrap the attributes in one more call
@@ -143,7 +149,7 @@ def captured_from(
     _drop_assertions(module.graph)
     _read_numbers(module)
     hints, labels = dict[Size, int](), dict[Size, str]()
-    names, inputs = _input_names(model, args, kwargs), dict[str, list[fx.Node]]()
+    names, inputs = _input_names(example), dict[str, list[fx.Node]]()
     for name, node in zip(names, module.graph.find_nodes(op="placeholder")):
         inputs.setdefault(name, []).append(node)
         # a KeyedJaggedTensor has several
@@ -153,8 +159,8 @@ def captured_from(
                 if isinstance(size, torch.SymInt) and size_of(size).is_Symbol:
                     hints[size_of(size)] = size.node.hint
                     labels.setdefault(size_of(size), f"{node.meta['input']}[{dim}]")
-    fast = _fast_attentions(module.graph, model, args, kwargs)
-    return Captured(module, module.graph, (args, kwargs), inputs, hints, labels, fast)
+    fast = _fast_attentions(module.graph, example)
+    return Captured(module, module.graph, example, inputs, hints, labels, fast)
 
 
 class _FastPath(TorchDispatchMode):
@@ -174,10 +180,9 @@ class _FastPath(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _fast_attentions(
-    graph: fx.Graph, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[fx.Node]:
+def _fast_attentions(graph: fx.Graph, example: Example) -> list[fx.Node]:
     """`Captured.fast`. None if a call of the model shows another number of them than the graph."""
+    model, args, kwargs = example
     if not any(
         isinstance(x, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for x in model.modules()
     ):
@@ -227,13 +232,6 @@ def _read_numbers(module: fx.GraphModule) -> None:
             node.target, node.args = target, (*given, constant.item())
 
 
-def bound_inputs(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The inputs by the names of forward's parameters."""
-    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
-
-
 def named(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of the inputs: tensors, KeyedJaggedTensors and values of other types. Their names
     are those of forward's parameters, with the keys, positions and fields that lead to an entry of
@@ -268,20 +266,19 @@ def _name(path: Iterable[Any]) -> str:
     return ".".join(str(getattr(step, fields[type(step)])) for step in path)
 
 
-def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+def _input_names(example: Example) -> list[str]:
     """The name of the entry for each leaf of the inputs."""
+    model, args, kwargs = example
     positional = inspect.signature(model.forward).bind_partial(*args).arguments
     return [
         name for name, x in named({**positional, **kwargs}).items() for _ in pytree.tree_leaves(x)
     ]
 
 
-def _first_dims(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], replicated: Sequence[str]
-) -> Any:
+def _first_dims(example: Example, replicated: Sequence[str]) -> Any:
     """dynamic_shapes in which the first dimension of each tensor is dynamic. KeyedJaggedTensors of
     `replicated` have one batch."""
-    inputs = bound_inputs(model, args, kwargs)
+    inputs = example.inputs
     # by identity: the lengths are tensors of their own
     keys = {
         id(x.lengths()): len(x.keys())
@@ -318,7 +315,9 @@ def _with_one_batch(model: nn.Module, replicated: Sequence[str]) -> nn.Module:
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         symbols = [
-            x for x in _first_sizes(module, args, kwargs) if isinstance(x.size, torch.SymInt)
+            x
+            for x in _first_sizes(Example(module, args, kwargs))
+            if isinstance(x.size, torch.SymInt)
         ]
         batch = next((x.size for x in symbols if x.name in replicated), None)
         for x in symbols:
@@ -341,13 +340,9 @@ class FirstSize(NamedTuple):
     size: Any
 
 
-def _first_sizes(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[FirstSize]:
+def _first_sizes(example: Example) -> list[FirstSize]:
     """Of the tensors of all inputs but KeyedJaggedTensors."""
-    entries = pytree.tree_flatten_with_path(
-        bound_inputs(model, args, kwargs), is_leaf=is_keyed_jagged
-    )[0]
+    entries = pytree.tree_flatten_with_path(example.inputs, is_leaf=is_keyed_jagged)[0]
     tensors = [(path, x) for path, x in entries if isinstance(x, torch.Tensor) and x.dim()]
     return [
         FirstSize(_name(path), f"L{pytree.keystr(path)}.size()[0]", x.shape[0])
@@ -409,8 +404,17 @@ def evaluate(size: Size, hints: Mapping[Size, int], unknown: int) -> int:
     return int(size.subs(values))
 
 
-def checked_inputs(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword inputs."""
+def example_of(model: nn.Module, example_inputs: Any) -> Example:
+    """The inputs, without gaps between rows: torch.export would take strides of the example for
+    conditions of the model.
+
+    Raises:
+        TypeError, ValueError: as `fuse_broadcasts`, of another kind of model or inputs.
+    """
+
+    def dense(x: Any) -> Any:
+        return x.contiguous() if isinstance(x, torch.Tensor) and x.layout == torch.strided else x
+
     check_kind("model", model, nn.Module, "an nn.Module")
     training = [name or "the model" for name, module in model.named_modules() if module.training]
     if training:
@@ -420,21 +424,13 @@ def checked_inputs(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ..
             "example_inputs must be the inputs of forward, which the capture of the model needs,"
             " got None"
         )
+    args, kwargs = example_inputs, dict[str, Any]()
     if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, torch.Tensor) or not isinstance(example_inputs, (tuple, list)):
+        args, kwargs = (), dict(example_inputs)
+    if isinstance(args, torch.Tensor) or not isinstance(args, (tuple, list)):
         raise TypeError(
             "example_inputs must be a tuple of inputs or a dict of them by name, got"
             f" {type(example_inputs).__name__}"
         )
-    return tuple(example_inputs), {}
-
-
-def contiguous(inputs: Any) -> Any:
-    """The inputs without gaps between rows: torch.export would take strides of the example for
-    conditions of the model."""
-
-    def dense(x: Any) -> Any:
-        return x.contiguous() if isinstance(x, torch.Tensor) and x.layout == torch.strided else x
-
-    return pytree.tree_map(dense, inputs, is_leaf=is_keyed_jagged)
+    given = pytree.tree_map(dense, (tuple(args), kwargs), is_leaf=is_keyed_jagged)
+    return Example(model, *given)

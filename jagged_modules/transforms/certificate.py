@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .bags import num_rows, select_rows
 from .calls import flat
-from .capture import bound_inputs, map_named, named
+from .capture import Example, map_named, named
 
 # The model and its fused form round differently. Roundings of n operators add up like a random
 # walk, to sqrt(n) eps of the largest element. The largest of many elements has several times as
@@ -34,12 +34,7 @@ def coarsest_eps(graph: fx.Graph) -> float:
 
 
 def certify(
-    model: nn.Module,
-    fused: fx.GraphModule,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    names: tuple[str, ...],
-    eps: float = 0.0,
+    example: Example, fused: fx.GraphModule, names: tuple[str, ...], eps: float = 0.0
 ) -> str:
     """Compare both on the example inputs. A sentence for the report. eps: of the coarsest dtype
     that is computed in.
@@ -53,6 +48,7 @@ def certify(
     Raises:
         ValueError: results differ by more than rounding.
     """
+    model, args, kwargs = example
     roundings = ROUNDINGS * math.sqrt(sum(node.op == "call_function" for node in fused.graph.nodes))
     with torch.no_grad():
         if not names:
@@ -60,7 +56,7 @@ def certify(
                 _seeded(model, *args, **kwargs), _seeded(fused, *args, **kwargs), roundings, eps
             )
             return f"results equal on the example inputs, largest relative difference {error:.1e}"
-        given = bound_inputs(model, args, kwargs)
+        given = example.inputs
         rows = num_rows(named(given)[names[0]])[0]
         num_users = max(rows // 2, 1)
         # with more than two, the last one has no candidate

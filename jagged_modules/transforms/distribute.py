@@ -23,7 +23,6 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from .analysis import Analysis
 from .calls import RULES, Call, is_operator, is_tensor, only_for, positional
 from .clean_up import call
 from .lineage import Lineage, shape_of
@@ -40,8 +39,7 @@ class Distributor:
 
     Args:
         graph: changed in place.
-        analysis: of this graph. Nodes that the rewrites add are not in it.
-        costs: of this graph.
+        costs: of this graph. Nodes that the rewrites add are not in their analysis.
         kept: operators to leave as they are.
 
     Attributes:
@@ -49,10 +47,8 @@ class Distributor:
             they are not.
     """
 
-    def __init__(
-        self, graph: fx.Graph, analysis: Analysis, costs: Costs, kept: Set[fx.Node] = frozenset()
-    ) -> None:
-        self.graph, self.analysis, self.costs, self.kept = graph, analysis, costs, kept
+    def __init__(self, graph: fx.Graph, costs: Costs, kept: Set[fx.Node] = frozenset()) -> None:
+        self.graph, self.analysis, self.costs, self.kept = graph, costs.analysis, costs, kept
         self.whole: dict[fx.Node, Lineage] = {}
         self.reasons: dict[fx.Node, str] = {}
         self._rewriting: fx.Node | None = None
@@ -295,7 +291,7 @@ class Distributor:
     def _sum_of_terms(self, node: fx.Node, call: Call) -> fx.Node | None:
         """terms.py: of sums and differences, and of values of fewer rows."""
         x, weight = call["input"], call["weight"]
-        groups, replaced = groups_of(x, self.analysis, self.costs)
+        groups, replaced = groups_of(x, self.costs)
         if not groups:
             return None
         whole = sum((self.costs.full(y) for y in only_for(replaced, node)), self.costs.full(node))

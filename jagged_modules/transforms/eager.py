@@ -38,6 +38,14 @@ FUNCTIONS |= {
 }
 
 
+def copy_others(source: fx.Graph, graph: fx.Graph, new: dict[fx.Node, fx.Node]) -> None:
+    """Copy the nodes of `source` that are not in `new`, as calls of torch's functions."""
+    for node in source.nodes:
+        if node not in new:
+            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node].target = FUNCTIONS.get(node.target, node.target)
+
+
 class State:
     """Parameters and buffers of a module by their paths. They are read again in each call, because
     they may be replaced."""
@@ -104,10 +112,7 @@ def _eager_form(fused: fx.GraphModule) -> fx.GraphModule:
         node: graph.call_function(operator.getitem, (state, position))
         for position, node in enumerate(attributes)
     }
-    for node in fused.graph.nodes:
-        if node not in new:
-            new[node] = graph.node_copy(node, new.__getitem__)
-            new[node].target = FUNCTIONS.get(node.target, node.target)
+    copy_others(fused.graph, graph, new)
     eager = fx.GraphModule(nn.Module(), graph)
     eager._in_spec, eager._out_spec = fused._in_spec, fused._out_spec
     return eager

@@ -8,15 +8,13 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from .analysis import Analysis
 from .attention import TargetAttention
-from .bags import Batch
 from .calls import Call, flat, is_tensor, positional, unbind
 from .compress import Compression
 from .din import DINAttention
@@ -38,40 +36,29 @@ from .runtime import (
     without_negative,
 )
 
+if TYPE_CHECKING:
+    from .fuse import Plan
+
 aten = torch.ops.aten
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
 
 
 class Emitter:
-    """Copies a captured graph into a new one.
+    """Copies a captured graph into a new one, as a plan says. Of its fusions, those are computed
+    whose bases are."""
 
-    Args:
-        graph: the captured graph.
-        analysis: of this graph.
-        moved: operators and sources to compute on the smaller side.
-        fusions: attentions and compressions to compute from bases, by their result, if these bases
-            are computed.
-        batch: inputs that the caller replicates.
-    """
-
-    def __init__(
-        self,
-        graph: fx.Graph,
-        analysis: Analysis,
-        moved: set[fx.Node],
-        fusions: dict[fx.Node, Fusion],
-        batch: Batch | None,
-    ) -> None:
-        self.source, self.analysis, self.moved, self.batch = graph, analysis, moved, batch
+    def __init__(self, plan: Plan) -> None:
+        self.source, self.analysis, batch = plan.captured.graph, plan.analysis, plan.batch
+        self.moved, self.batch = plan.moved, batch
         self._bags = None if batch is None else batch.bags
         self._per_user = frozenset() if self._bags is None else self._bags.nodes
         self._of_users: dict[fx.Node, Any] = {}
-        given = {*moved, *(batch.users if batch else ())}
+        given = {*self.moved, *(batch.users if batch else ())}
         self.fusions = {
-            node: match for node, match in fusions.items() if given.issuperset(match.operands)
+            node: match for node, match in plan.fusions.items() if given.issuperset(match.operands)
         }
         self.graph = fx.Graph()
-        self.graph._codegen = graph._codegen
+        self.graph._codegen = self.source._codegen
         self._plain: dict[fx.Node, Any] = {}
         self._bases: dict[fx.Node, fx.Node] = {}
         self._indices: dict[Any, fx.Node] = {}

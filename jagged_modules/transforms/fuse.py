@@ -19,11 +19,10 @@ from .calls import is_tensor
 from .capture import (
     MAP_NAME,
     Captured,
-    bound_inputs,
+    Example,
     captured_from,
-    checked_inputs,
-    contiguous,
     evaluate,
+    example_of,
     export,
     is_keyed_jagged,
     named,
@@ -128,23 +127,23 @@ def fuse_broadcasts(
             arguments; a KeyedJaggedTensor with another use; the result differs from the model on
             the example inputs.
     """
-    args, kwargs = contiguous(checked_inputs(model, example_inputs))
-    names = _checked_names(model, args, kwargs, request_only)
+    example = example_of(model, example_inputs)
+    names = _checked_names(example, request_only)
     check_max_batch(max_batch, names)
     if names:
-        args, kwargs = _several_rows(args, kwargs)
-    arguments, limits = bound_inputs(model, args, kwargs), limits_of(max_batch)
+        example = _several_rows(example)
+    arguments, limits = example.inputs, limits_of(max_batch)
     given, points = named(arguments), corners_of(max_batch)
     placements: list[Placement] = []
-    exported = _checked_export(model, args, kwargs, dynamic_shapes, names)
+    exported = _checked_export(example, dynamic_shapes, names)
     for point in points:  # each changes the graph that it is made of
-        captured = captured_from(exported, model, args, kwargs)
+        captured = captured_from(exported, example)
         batch = _batch(captured, names, given) if names else None
         placements.append(Placement(captured, batch, point, points))
     keyed = frozenset(name for name in names if is_keyed_jagged(given[name]))
     chosen = _chosen(placements, bool(keyed))
     for x in chosen:
-        certificate = certify(model, x.module, args, kwargs, names, x.eps)
+        certificate = certify(example, x.module, names, x.eps)
         x.module.report = x.report(certificate, arguments, limits)
     module, guard = chosen[0].module, _join(chosen, limits)
     with_eager_form(module)
@@ -234,14 +233,14 @@ class Plan:
 
     def apply(self) -> tuple[FusedModel, Decisions]:
         """The fused model, and what was done. The captured graph is kept for the report."""
-        emitter = Emitter(self.captured.graph, self.analysis, self.moved, self.fusions, self.batch)
+        emitter = Emitter(self)
         self.captured.module.graph = emitter.emit()
         return cast("FusedModel", self.captured.module), emitter.decisions()
 
     def cost(self, decisions: Decisions, hints: Mapping[Size, int]) -> Cost:
         """Of the fused model for other sizes."""
         costs = Costs(self.analysis, partial(evaluate, hints=hints, unknown=UNKNOWN_SIZE))
-        return cost_after(self.captured.graph, self.analysis, costs, decisions)
+        return cost_after(self.captured.graph, costs, decisions)
 
 
 class Placement:
@@ -307,8 +306,8 @@ class Placement:
         """arguments: the example's, by name. limits: of users and candidates."""
         plan, labels = self.plan, self.plan.captured.labels
         hints = _hints(plan.captured, plan.batch, self.point)
-        sizes = Sizes(plan.captured, plan.batch, plan.analysis, self.decisions)
-        given = plan.captured.graph, plan.analysis, plan.costs, self.decisions
+        sizes = Sizes(plan, self.decisions)
+        given = plan.captured.graph, plan.costs, self.decisions
         of_sizes = ", ".join(f"{labels.get(x, x)} = {value}" for x, value in hints.items())
         ranges = sizes.ranges(arguments, limits)
         costs = plan.before, cost_after(*given)
@@ -338,7 +337,7 @@ def make_plan(
         analysis, costs = analysed()
     attentions = find_din_attentions(captured.graph, analysis, estimate).values()
     kept = {x for match in attentions for x in match.replaced}
-    distributor = Distributor(captured.graph, analysis, costs, kept)
+    distributor = Distributor(captured.graph, costs, kept)
     if distributor.run():
         analysis, costs = analysed()
     analysis.refused |= distributor.reasons
@@ -359,12 +358,7 @@ def make_plan(
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def _checked_names(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    request_only: Sequence[str] | None,
-) -> tuple[str, ...]:
+def _checked_names(example: Example, request_only: Sequence[str] | None) -> tuple[str, ...]:
     """The names of all entries of the inputs that request_only names."""
     if request_only is None:
         return ()
@@ -376,9 +370,9 @@ def _checked_names(
         raise TypeError(
             f"request_only must be a sequence of names of forward's inputs, got {request_only!r}"
         )
-    given, names = bound_inputs(model, args, kwargs), dict[str, None]()
+    given, names = example.inputs, dict[str, None]()
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    for name, x in inspect.signature(model.forward).parameters.items():
+    for name, x in inspect.signature(example.model.forward).parameters.items():
         if name in given and x.kind in stars:
             raise ValueError(
                 "request_only needs a model whose inputs have names, but forward takes"
@@ -412,27 +406,23 @@ def _checked_names(
     return tuple(names)
 
 
-def _several_rows(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _several_rows(example: Example) -> Example:
     """Inputs of one row repeated: torch.export would take a size of 1 for a constant."""
-    if any(map(is_keyed_jagged, pytree.tree_leaves((args, kwargs), is_leaf=is_keyed_jagged))):
-        return args, kwargs
-    return pytree.tree_map_only(
+    given = example[1:]
+    if any(map(is_keyed_jagged, pytree.tree_leaves(given, is_leaf=is_keyed_jagged))):
+        return example
+    given = pytree.tree_map_only(
         torch.Tensor,
         lambda x: x.repeat(3, *[1] * (x.dim() - 1)) if x.dim() and len(x) == 1 else x,
-        (args, kwargs),
+        given,
     )
+    return Example(example.model, *given)
 
 
 def _checked_export(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    shapes: Any,
-    names: Sequence[str],
+    example: Example, shapes: Any, names: Sequence[str]
 ) -> torch.export.ExportedProgram:
-    exported = export(model, args, kwargs, shapes, names)
+    exported = export(example, shapes, names)
     (output,) = exported.graph.find_nodes(op="output")
     for position, x in enumerate(output.args[0]):
         if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), torch.Tensor):

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..tracing import is_exporting
 from .capture import MAP_NAME
-from .eager import FUNCTIONS
+from .eager import copy_others
 from .ranges import Guard
 
 
@@ -84,10 +84,6 @@ def _without_state(source: fx.Graph, paths: Iterable[str]) -> fx.GraphModule:
     for node in source.find_nodes(op="placeholder"):
         new[node] = graph.placeholder(node.name)
     state = {path: graph.placeholder(path.replace(".", "_")) for path in paths}
-    for node in source.nodes:
-        if node.op == "get_attr":
-            new[node] = state[str(node.target)]
-        elif node not in new:
-            new[node] = graph.node_copy(node, new.__getitem__)
-            new[node].target = FUNCTIONS.get(node.target, node.target)
+    new |= {node: state[str(node.target)] for node in source.find_nodes(op="get_attr")}
+    copy_others(source, graph, new)
     return fx.GraphModule(nn.Module(), graph)

@@ -7,20 +7,21 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 from torch import fx
 
 from ..scalars import check_size
-from .analysis import Analysis
-from .bags import Batch
 from .calls import first_of, is_operator, is_tensor
-from .capture import MAP_NAME, Captured, dims_of, named
+from .capture import MAP_NAME, dims_of, named
 from .lineage import USERS, Lineage, Size, shape_of
 from .placement import VIEWS
 from .report import RANGED, Decisions, OperatorSizes, Ranges, line_of, operator_name
+
+if TYPE_CHECKING:
+    from .fuse import Plan
 
 Limits = tuple[int, int]
 Point = tuple[int | None, int | None]  # numbers of users and candidates
@@ -143,16 +144,13 @@ def cheapest(costs: Sequence[Mapping[Point, float]], tolerance: float) -> tuple[
 
 
 class Sizes:
-    """The sizes of the values of a new graph. captured, batch, analysis, decisions: what the new
-    graph was made of."""
+    """The sizes of the values of a new graph, which was made of these."""
 
-    def __init__(
-        self, captured: Captured, batch: Batch | None, analysis: Analysis, decisions: Decisions
-    ) -> None:
-        self.captured, self.batch, self.analysis = captured, batch, analysis
-        self.decisions = decisions
+    def __init__(self, plan: Plan, decisions: Decisions) -> None:
+        self.captured, self.analysis, self.batch = plan.captured, plan.analysis, plan.batch
+        self.decisions, batch = decisions, plan.batch
         self._users: dict[Size, Size] = {}
-        labels: dict[Size, str] = dict(captured.labels)
+        labels: dict[Size, str] = dict(self.captured.labels)
         if batch is not None:
             inputs = batch.map, *batch.users, *batch.candidates
             rows = {batch.rows, *(shape_of(x.meta["val"])[0] for x in inputs)}

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .analysis import Analysis
 from .calls import first_of, is_operator
 from .compress import Compression
 from .lineage import Size
@@ -217,19 +216,16 @@ class Decisions:
     gathered: dict[fx.Node, list[int]]
 
 
-def sites(
-    graph: fx.Graph, analysis: Analysis, costs: Costs, decisions: Decisions
-) -> tuple[Site, ...]:
+def sites(graph: fx.Graph, costs: Costs, decisions: Decisions) -> tuple[Site, ...]:
     """The sites of a captured graph."""
-    found = (_site(node, analysis, costs, decisions) for node in graph.nodes)
+    found = (_site(node, costs, decisions) for node in graph.nodes)
     return tuple(site for site in found if site is not None)
 
 
-def cost_after(graph: fx.Graph, analysis: Analysis, costs: Costs, decisions: Decisions) -> Cost:
+def cost_after(graph: fx.Graph, costs: Costs, decisions: Decisions) -> Cost:
     """Of the new graph."""
-    computed = (
-        _after(node, costs, decisions) for node in graph.nodes if node not in analysis.sources
-    )
+    sources = costs.analysis.sources
+    computed = (_after(node, costs, decisions) for node in graph.nodes if node not in sources)
     gathered = (_gathers(node, costs, decisions) for node in decisions.gathered)
     return sum((*computed, *gathered), Cost())
 
@@ -266,11 +262,12 @@ def _after(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:
     return costs.base(node) if node in decisions.moved else costs.full(node)
 
 
-def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions) -> Site | None:
+def _site(node: fx.Node, costs: Costs, decisions: Decisions) -> Site | None:
     if not is_operator(node) or not isinstance(first_of(node.meta.get("val")), torch.Tensor):
         return None
     if node in decisions.dead and node not in decisions.fused:
         return None
+    analysis = costs.analysis
     lineage = analysis.lineages.get(node)
     if lineage is not None and lineage.is_uniform:
         return None

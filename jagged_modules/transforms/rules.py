@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .calls import Call, Moved, flat, is_tensor, rule
+from . import runtime
+from .calls import Call, Moved, flat, is_tensor, row_by_row, rule
 from .lineage import Lineage, common
-from .runtime import gru, lstm
 
 UNARY = """abs acos acosh alias asin asinh atan atanh bitwise_not ceil celu clamp clone cos cosh
 deg2rad detach elu erf erfc erfinv exp exp2 expm1 floor frac gelu hardsigmoid hardswish
@@ -102,42 +102,29 @@ def reduction(call: Call) -> Moved | None:
     return Moved(lineage.at(lineage.dim - removed))
 
 
-@rule("layer_norm.default", "rms_norm.default")
-def norm_of_last_dims(call: Call) -> Moved | None:
-    """Normalises the last dimensions of each row by itself."""
-    lineage = call.lineage(call["input"])
-    if lineage is None or not call.only("input"):
-        return None
-    if lineage.dim >= len(call.shape(call["input"])) - len(call["normalized_shape"]):
-        return None
-    return Moved(lineage)
+@row_by_row("layer_norm.default", "rms_norm.default", of="input")
+def norm_of_last_dims(call: Call, dim: int, ndim: int) -> bool:
+    """Normalises the last dimensions."""
+    return dim < ndim - len(call["normalized_shape"])
 
 
-@rule("group_norm.default")
-def group_norm(call: Call) -> Moved | None:
-    """Normalises groups of channels of each sample by itself."""
-    lineage = call.lineage(call["input"])
-    return Moved(lineage) if lineage and call.only("input") and lineage.dim == 0 else None
+@row_by_row("group_norm.default", of="input")
+def group_norm(call: Call, dim: int, ndim: int) -> bool:
+    """Normalises groups of channels of each sample."""
+    return dim == 0
 
 
-@rule("_native_batch_norm_legit_no_training.default")
-def batch_norm_in_eval(call: Call) -> Moved | None:
+@row_by_row("_native_batch_norm_legit_no_training.default", of="input")
+def batch_norm_in_eval(call: Call, dim: int, ndim: int) -> bool:
     """With running statistics, an affine function of each element that depends on its channel
     only."""
-    lineage = call.lineage(call["input"])
-    return Moved(lineage) if lineage and call.only("input") and lineage.dim != 1 else None
+    return dim != 1
 
 
-@rule("linear.default")
-def linear(call: Call) -> Moved | None:
-    """Each row of the result depends on the same row of the input. The last dimension is the one
-    that is contracted."""
-    lineage = call.lineage(call["input"])
-    if lineage is None or not call.only("input"):
-        return None
-    if lineage.dim == len(call.shape(call["input"])) - 1:
-        return None
-    return Moved(lineage)
+@row_by_row("linear.default", of="input")
+def linear(call: Call, dim: int, ndim: int) -> bool:
+    """The last dimension is the one that is contracted."""
+    return dim != ndim - 1
 
 
 @rule("matmul.default", "bmm.default", "mm.default", "baddbmm.default", "addmm.default")
@@ -266,11 +253,10 @@ def similarity(call: Call) -> Moved | None:
     )
 
 
-@rule("prelu.default")
-def prelu(call: Call) -> Moved | None:
+@row_by_row("prelu.default")
+def prelu(call: Call, dim: int, ndim: int) -> bool:
     """Pointwise, with one weight for each index of dimension 1."""
-    lineage = call.lineage(call["self"])
-    return Moved(lineage) if lineage and call.only("self") and lineage.dim != 1 else None
+    return dim != 1
 
 
 @rule("bilinear.default")
@@ -281,24 +267,21 @@ def bilinear(call: Call) -> Moved | None:
     return lineage and Moved(lineage) if call.only("input1", "input2") else None
 
 
-@rule("bucketize.Tensor", "isin.Tensor_Tensor")
-def look_up_elements(call: Call) -> Moved | None:
+@row_by_row("bucketize.Tensor")
+@row_by_row("isin.Tensor_Tensor", of="elements")
+def look_up_elements(call: Call, dim: int, ndim: int) -> bool:
     """Compares each element with a tensor that is the same for all."""
-    name = "elements" if "elements" in call.arguments else "self"
-    return Moved(lineage) if (lineage := call.lineage(call[name])) and call.only(name) else None
+    return True
 
 
-@rule("conv1d.default", "conv1d.padding", "conv2d.default", "conv2d.padding")
-def convolution(call: Call) -> Moved | None:
+@row_by_row("conv1d.default", "conv1d.padding", "conv2d.default", "conv2d.padding", of="input")
+def convolution(call: Call, dim: int, ndim: int) -> bool:
     """Works on each sample by itself. Without a dimension of samples, the first one is that of the
     channels."""
-    lineage = call.lineage(call["input"])
-    has_samples = len(call.shape(call["input"])) == len(call.shape(call["weight"]))
-    by_sample = lineage and lineage.dim == 0 and has_samples and call.only("input")
-    return Moved(lineage) if lineage and by_sample else None
+    return dim == 0 and ndim == len(call.shape(call["weight"]))
 
 
-@rule(
+@row_by_row(
     *(
         f"{name}{dims}d.default"
         for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
@@ -306,11 +289,9 @@ def convolution(call: Call) -> Moved | None:
     ),
     *(f"max_pool{dims}d_with_indices.default" for dims in (1, 2)),
 )
-def pooling(call: Call) -> Moved | None:
+def pooling(call: Call, dim: int, ndim: int) -> bool:
     """Works on the last dimensions, for each channel of each sample by itself."""
-    lineage, spatial = call.lineage(call["self"]), 1 if "1d" in str(call.target) else 2
-    pooled = len(call.shape(call["self"])) - spatial  # the first pooled dimension
-    return Moved(lineage) if lineage and lineage.dim < pooled else None
+    return dim < ndim - (1 if "1d" in str(call.target) else 2)
 
 
 @rule("gru.input", "lstm.input")
@@ -325,4 +306,4 @@ def recurrence(call: Call) -> Moved | None:
     if [x.dim for x in lineages] != [*dims]:
         return None
     lineage = common([x.at(batch) for x in lineages])
-    return lineage and Moved(lineage, target=gru if len(states) == 1 else lstm, dims=dims)
+    return lineage and Moved(lineage, target=runtime.recurrence, dims=dims)

@@ -127,33 +127,21 @@ def group_candidates(candidate_to_user: Tensor, users: Tensor) -> CandidateIndex
     return CandidateIndex.from_map(candidate_to_user.long(), users.shape[0] + 1)
 
 
-def gru(
+def recurrence(
     input: Tensor,
-    hx: Tensor,
+    hx: Tensor | list[Tensor],
     params: list[Tensor],
     has_biases: bool,
     num_layers: int,
     bidirectional: bool,
     batch_first: bool,
 ) -> Any:
-    """torch's, in eval mode, with a first state that may be expanded: cuDNN takes none."""
-    options = has_biases, num_layers, 0.0, False, bidirectional, batch_first
-    return torch.ops.aten.gru.input(input, hx.contiguous(), params, *options)
-
-
-def lstm(
-    input: Tensor,
-    hx: list[Tensor],
-    params: list[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    bidirectional: bool,
-    batch_first: bool,
-) -> Any:
-    """As `gru`."""
-    states = [x.contiguous() for x in hx]
-    options = has_biases, num_layers, 0.0, False, bidirectional, batch_first
-    return torch.ops.aten.lstm.input(input, states, params, *options)
+    """torch's GRU, or with several first states its LSTM, in eval mode. First states may be
+    expanded: cuDNN takes none."""
+    options = params, has_biases, num_layers, 0.0, False, bidirectional, batch_first
+    if isinstance(hx, Tensor):
+        return torch.ops.aten.gru.input(input, hx.contiguous(), *options)
+    return torch.ops.aten.lstm.input(input, [x.contiguous() for x in hx], *options)
 
 
 def attend_in_place(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .calls import Call, Moved, flat, is_tensor, rule
+from .calls import Call, Moved, flat, is_tensor, row_by_row, rule
 from .lineage import Lineage, Size, common, refold
 
 WHOLE = 2**62  # an end of a slice that no dimension reaches
@@ -121,15 +121,10 @@ def is_whole_slice(arguments: Mapping[str, Any]) -> bool:
     return start in (None, 0) and step == 1 and has_last_row
 
 
-@rule("slice.Tensor")
-def slice_(call: Call) -> Moved | None:
+@row_by_row("slice.Tensor", alone=False)
+def slice_(call: Call, dim: int, ndim: int) -> bool:
     """Selects indices of another dimension. A slice of all rows is the identity."""
-    lineage = call.lineage(call["self"])
-    if lineage is None:
-        return None
-    if call.dim("dim", len(call.shape())) != lineage.dim:
-        return Moved(lineage)
-    return Moved(lineage) if is_whole_slice(call.arguments) else None
+    return call.dim("dim", ndim) != dim or is_whole_slice(call.arguments)
 
 
 @rule("select.int")
@@ -142,13 +137,10 @@ def select(call: Call) -> Moved | None:
     return None if dim == lineage.dim else Moved(lineage.at(lineage.dim - (dim < lineage.dim)))
 
 
-@rule("split.Tensor", "split_with_sizes.default", "unsafe_split.Tensor")
-def split(call: Call) -> Moved | None:
+@row_by_row("split.Tensor", "split_with_sizes.default", "unsafe_split.Tensor", alone=False)
+def split(call: Call, dim: int, ndim: int) -> bool:
     """Cuts another dimension."""
-    lineage = call.lineage(call["self"])
-    if lineage is None or call.dim("dim", len(call.shape(call["self"]))) == lineage.dim:
-        return None
-    return Moved(lineage)
+    return call.dim("dim", ndim) != dim
 
 
 @rule("unbind.int")
@@ -182,19 +174,16 @@ def _join(call: Call, dim: int, lineages: list[Lineage | None]) -> Moved | None:
     return Moved(lineage) if lineage and lineage.dim != dim else None
 
 
-@rule("constant_pad_nd.default", "pad.default")
-def pad(call: Call) -> Moved | None:
+@row_by_row("constant_pad_nd.default", "pad.default", alone=False)
+def pad(call: Call, dim: int, ndim: int) -> bool:
     """Pads other dimensions, counted from the last."""
-    lineage, ndim = call.lineage(call["self"]), len(call.shape())
-    padded = len(call["pad"]) // 2
-    return Moved(lineage) if lineage and lineage.dim < ndim - padded else None
+    return dim < ndim - len(call["pad"]) // 2
 
 
-@rule("tril.default", "triu.default")
-def triangle(call: Call) -> Moved | None:
+@row_by_row("tril.default", "triu.default", alone=False)
+def triangle(call: Call, dim: int, ndim: int) -> bool:
     """Works on each matrix of the last two dimensions."""
-    lineage = call.lineage(call["self"])
-    return Moved(lineage) if lineage and lineage.dim < len(call.shape()) - 2 else None
+    return dim < ndim - 2
 
 
 @rule("diagonal.default")

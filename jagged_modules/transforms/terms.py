@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from .analysis import Analysis
 from .calls import Call, is_tensor
 from .lineage import Lineage, product, shape_of
 from .placement import Cost, Costs
@@ -161,13 +160,13 @@ class Group:
         return sum(term.width for term in self.terms)
 
 
-def groups_of(x: fx.Node, analysis: Analysis, costs: Costs) -> tuple[list[Group], list[fx.Node]]:
+def groups_of(x: fx.Node, costs: Costs) -> tuple[list[Group], list[fx.Node]]:
     """The terms of x by their rows, and the operators that make x of them. No groups unless some
     term has fewer rows than x, or is part of a sum. Candidates' terms come first, those of the most
     rows before the others, then the users'."""
 
     def lineage_of(node: fx.Node) -> Lineage | None:
-        lineage = analysis.lineages.get(node)
+        lineage = costs.analysis.lineages.get(node)
         return None if lineage is None or lineage.is_uniform else lineage
 
     try:

@@ -605,17 +605,17 @@ BAD = [
     (
         given(**TIMED | dict(timestamps=TIMES[:5])),
         ValueError,
-        "bias.timestamps must have one element for each of k's rows, 6, got 5",
+        "bias.timestamps must have one element for each row of k, 6, got 5",
     ),
     (
         given(**TIMED, query_timestamps=TIMES[:5]),
         ValueError,
-        "bias.query_timestamps must have one element for each of q's rows, 6, got 5",
+        "bias.query_timestamps must have one element for each row of q, 6, got 5",
     ),
     (
         given(position=POSITION, query_shift=TIMES[:3]),
         ValueError,
-        r"bias.query_shift must have shape \[B\] = \[2\], got \[3\]",
+        r"bias.query_shift must have one element for each segment of q, 2, got 3",
     ),
     (
         given(position=torch.zeros(5)),

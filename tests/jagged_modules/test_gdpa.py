@@ -642,7 +642,7 @@ BAD_FORWARDS = [
         {},
         dict(bias=jm.RelativeBias(torch.zeros(3))),
         ValueError,
-        "bias.position has entries for 2 rows, but x has a segment of 3 rows",
+        "x must have segments of at most 2 rows, those of bias.position, got 3",
     ),
     (
         {},

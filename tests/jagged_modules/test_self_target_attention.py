@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import jagged_modules as jm
 from jagged_modules import functional as F
-from jagged_modules.functional.joined_rows import joined_rows
+from jagged_modules.functional.target_attention import joined_rows
 
 LENGTHS = {  # queries, a multiple of the keys; keys
     "two": ([3, 0, 5, 2, 7, 1, 0, 2], [4, 2, 0, 6]),
@@ -366,17 +366,17 @@ BAD = [
     (
         dict(bias=jm.RelativeBias(None, torch.ones(4), TIMES, query_timestamps=torch.arange(9))),
         ValueError,
-        "bias.query_timestamps must have one element for each of q_user's rows, 5, got 9",
+        "bias.query_timestamps must have one element for each row of q_user, 5, got 9",
     ),
     (
         dict(bias=jm.RelativeBias(None, torch.ones(4), torch.arange(9))),
         ValueError,
-        "bias.timestamps must have one element for each of k's rows, 5, got 9",
+        "bias.timestamps must have one element for each row of k, 5, got 9",
     ),
     (
         dict(bias=jm.RelativeBias(torch.ones(9), query_shift=torch.zeros(4).long())),
         ValueError,
-        r"bias.query_shift must have shape \[B\] = \[2\], got \[4\]",
+        "bias.query_shift must have one element for each segment of q_user, 2, got 4",
     ),
 ]
 

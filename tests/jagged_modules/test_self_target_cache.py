@@ -249,13 +249,16 @@ def test_errors():
     for call, message in (
         (
             lambda: layer.append(later, cache, short),
-            "^bias.position has entries for 4 rows, but cac",
+            "^cache and events must have segments of at most 4 rows, those of bias.position",
         ),
         (
             lambda: layer.append(later, cache, late),
             "element for each row of cache and events, 11, ",
         ),
-        (lambda: layer(level, targets, index, short), "for 4 rows, but history has a segment of 5"),
+        (
+            lambda: layer(level, targets, index, short),
+            "^history must have .* at most 4 rows, .* got 5",
+        ),
         (lambda: layer(level, targets, index, asked), "for each row of history, 9, got 11"),
         (
             lambda: layer((level, level), targets, (index, index), short),

@@ -28,15 +28,18 @@ def differentiate(op: Callable, apply: Callable) -> None:
     library.impl(op.name(), "Autograd", call)
 
 
-def differentiate_by(op: Callable, gradients: Callable) -> None:
-    """The same where the backward reads all tensors: gradients(gradient of the result,
-    needs_input_grad, *arguments) returns those of the first arguments."""
+def differentiate_by(op: Callable, gradients: Callable, kept: Callable | None = None) -> None:
+    """The same by a function: gradients(gradient of the result, needs_input_grad, *arguments)
+    returns those of the first arguments. kept(*arguments): what it takes in place of the arguments,
+    of which fewer tensors live until the backward."""
 
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args):
-            ctx.others = [None if isinstance(x, Tensor) else x for x in args]
-            ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in args))
+            given = args if kept is None else kept(*args)
+            ctx.num_inputs = len(args)
+            ctx.others = [None if isinstance(x, Tensor) else x for x in given]
+            ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in given))
             with below_autograd():
                 return op(*args)
 
@@ -44,7 +47,7 @@ def differentiate_by(op: Callable, gradients: Callable) -> None:
         def backward(ctx, grad):
             args = [x if y is None else y for x, y in zip(ctx.others, ctx.saved_tensors)]
             found = gradients(grad, ctx.needs_input_grad, *args)
-            return *found, *(None,) * (len(args) - len(found))
+            return *found, *(None,) * (ctx.num_inputs - len(found))
 
     differentiate(op, Node.apply)
 

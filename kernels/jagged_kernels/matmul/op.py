@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..common.autograd import below_autograd, differentiate, differentiate_by, refuse_derivative
+from ..common.autograd import differentiate_by, refuse_derivative
 from ..common.device import contiguous_last_dim
 from ..common.ops import operator
 from ..common.tail import zero_tails
@@ -194,21 +194,10 @@ def _jagged_gradients(grad, wanted, x, y, offsets, *options):
     return dx, dy
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, offsets, *chunking):
-        ctx.save_for_backward(offsets)
-        ctx.rows, ctx.chunking = x.shape[0], chunking
-        with below_autograd():
-            return triton_jagged_sum(x, offsets, *chunking)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (offsets,) = ctx.saved_tensors
-        # The rows behind the last segment are those of one more, whose gradient is 0.
-        lengths = pad(offsets, (0, 1), value=ctx.rows).diff()
-        dx = pad(grad, (0, 0, 0, 1)).repeat_interleave(lengths, 0, output_size=ctx.rows)
-        return dx, None, *(None for _ in ctx.chunking)
+def _sum_gradients(grad, _, rows, offsets, *options):
+    # The rows behind the last segment are those of one more, whose gradient is 0.
+    lengths = pad(offsets, (0, 1), value=rows).diff()
+    return (pad(grad, (0, 0, 0, 1)).repeat_interleave(lengths, 0, output_size=rows),)
 
 
 def _outer_gradients(grad, wanted, x, y, *offsets_and_total):
@@ -225,17 +214,8 @@ def _gram_gradients(grad, _, x, offsets, p_offsets, total):
     return (triton_array_jagged_bmm(both, x, offsets, offsets, p_offsets, x.shape[0], False),)
 
 
-class _Symmetric(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, p, offsets, p_offsets, rows):
-        ctx.save_for_backward(offsets, p_offsets)
-        ctx.rows = rows
-        with below_autograd():
-            return triton_jagged_symmetric(p, offsets, p_offsets, rows)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return triton_jagged_symmetric(grad, *ctx.saved_tensors, ctx.rows), None, None, None
+def _symmetric_gradients(grad, _, *others):
+    return (triton_jagged_symmetric(grad, *others),)
 
 
 def _array_gradients(grad, wanted, p, y, x_offsets, y_offsets, p_offsets, rows, transposed):
@@ -255,8 +235,8 @@ refuse_derivative(
     " has none of its own",
 )
 differentiate_by(triton_jagged_jagged_bmm, _jagged_gradients)
-differentiate(triton_jagged_sum, _Sum.apply)
+differentiate_by(triton_jagged_sum, _sum_gradients, lambda x, *others: (x.shape[0], *others))
 differentiate_by(triton_jagged_outer, _outer_gradients)
 differentiate_by(triton_jagged_gram, _gram_gradients)
-differentiate(triton_jagged_symmetric, _Symmetric.apply)
+differentiate_by(triton_jagged_symmetric, _symmetric_gradients, lambda p, *others: others)
 differentiate_by(triton_array_jagged_bmm, _array_gradients)

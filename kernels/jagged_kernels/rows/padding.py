@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.types import Number
 
-from ..common.autograd import below_autograd, differentiate
+from ..common.autograd import differentiate_by
 from ..common.device import aligned_strides, cdiv, contiguous_last_dim
 from ..common.ops import operator
 from .configs import padding_config
@@ -161,65 +161,37 @@ def _launch(
 # -- autograd --------------------------------------------------------------------------------------
 
 
-class _ToPadded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor, offsets, max_seqlen, *options):
-        ctx.save_for_backward(offsets, factor, None if factor is None else x)
-        ctx.rows, ctx.options = x.shape[0], options[1:]
-        with below_autograd():
-            return triton_jagged_to_padded(x, factor, offsets, max_seqlen, *options)
-
-    @staticmethod
-    def backward(ctx, grad):
-        offsets, factor, x = ctx.saved_tensors
-        dx = dfactor = None
-        if factor is None:
-            dx = triton_padded_to_jagged(grad, offsets, ctx.rows, *ctx.options)
-        else:
-            if ctx.needs_input_grad[0]:
-                dx = triton_jagged_dense(factor, grad, offsets, True)
-            if ctx.needs_input_grad[1]:
-                dfactor = triton_jagged_dense(x, grad, offsets, True)
-        return dx, dfactor, *(None,) * 5
+def _to_padded_gradients(grad, wanted, rows, x, factor, offsets, *places):
+    if factor is None:
+        return (triton_padded_to_jagged(grad, offsets, rows, *places),)
+    dx = triton_jagged_dense(factor, grad, offsets, True) if wanted[0] else None
+    return dx, triton_jagged_dense(x, grad, offsets, True) if wanted[1] else None
 
 
-class _ToJagged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, dense, offsets, total, *options):
-        ctx.save_for_backward(offsets)
-        ctx.width, ctx.options = dense.shape[1], options
-        with below_autograd():
-            return triton_padded_to_jagged(dense, offsets, total, *options)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (offsets,) = ctx.saved_tensors
-        dense = triton_jagged_to_padded(grad, None, offsets, ctx.width, 0, *ctx.options)
-        return dense, *(None,) * 4
+def _kept_of_padded(x, factor, offsets, max_seqlen, fill=0, *places):
+    return x.shape[0], None if factor is None else x, factor, offsets, *places
 
 
-class _JaggedDense(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y, offsets, multiplies, has_tail=True):
-        ctx.save_for_backward(offsets, *((x, y) if multiplies else ()))
-        ctx.width, ctx.has_tail = None if y is None else y.shape[1], has_tail
-        with below_autograd():
-            return triton_jagged_dense(x, y, offsets, multiplies, has_tail)
-
-    @staticmethod
-    def backward(ctx, grad):
-        offsets, *factors = ctx.saved_tensors
-        x, y = factors or (None, None)
-        dx = dy = None
-        if ctx.needs_input_grad[0]:
-            dx = grad
-            if factors or ctx.has_tail:
-                dx = triton_jagged_dense(grad, y, offsets, bool(factors), ctx.has_tail)
-        if ctx.needs_input_grad[1]:
-            dy = triton_jagged_to_padded(grad, x, offsets, ctx.width)
-        return dx, dy, None, None, None
+def _to_jagged_gradients(grad, _, width, offsets, *places):
+    return (triton_jagged_to_padded(grad, None, offsets, width, 0, *places),)
 
 
-differentiate(triton_jagged_to_padded, _ToPadded.apply)
-differentiate(triton_padded_to_jagged, _ToJagged.apply)
-differentiate(triton_jagged_dense, _JaggedDense.apply)
+def _jagged_dense_gradients(grad, wanted, x, y, width, offsets, multiplies, has_tail):
+    dx = grad
+    if wanted[0] and (multiplies or has_tail):
+        dx = triton_jagged_dense(grad, y, offsets, multiplies, has_tail)
+    return dx, triton_jagged_to_padded(grad, x, offsets, width) if wanted[1] else None
+
+
+def _kept_of_jagged_dense(x, y, offsets, multiplies, has_tail=True):
+    width = None if y is None else y.shape[1]
+    return *((x, y) if multiplies else (None, None)), width, offsets, multiplies, has_tail
+
+
+differentiate_by(triton_jagged_to_padded, _to_padded_gradients, _kept_of_padded)
+differentiate_by(
+    triton_padded_to_jagged,
+    _to_jagged_gradients,
+    lambda dense, offsets, total, *places: (dense.shape[1], offsets, *places),
+)
+differentiate_by(triton_jagged_dense, _jagged_dense_gradients, _kept_of_jagged_dense)

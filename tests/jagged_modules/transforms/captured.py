@@ -1,12 +1,12 @@
 """Captures and placements for tests of single steps."""
 
-from jagged_modules.transforms.capture import captured_from, export
+from jagged_modules.transforms.capture import Example, captured_from, export
 
 
 def capture(model, args, kwargs, dynamic_shapes=None, replicated=()):
     """Capture the model: see `export`."""
-    exported = export(model, args, kwargs, dynamic_shapes, replicated)
-    return captured_from(exported, model, args, kwargs)
+    example = Example(model, args, kwargs)
+    return captured_from(export(example, dynamic_shapes, replicated), example)
 
 
 def everything(analysis, costs, read_in_place=frozenset()):

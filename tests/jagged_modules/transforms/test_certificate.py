@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from jagged_modules.transforms import certificate, fuse_broadcasts
+from jagged_modules.transforms.capture import Example
 
 from .test_inputs import MODEL, Model, inputs
 
@@ -87,7 +88,7 @@ def test_the_certificate_finds_a_wrong_result():
     with pytest.raises(
         ValueError, match="output 0 of the fused model must equal the model's within"
     ):
-        certificate.certify(MODEL, wrong, inputs(), {}, ("profile",))
+        certificate.certify(Example(MODEL, inputs(), {}), wrong, ("profile",))
 
 
 def test_the_certificate_allows_the_rounding_of_the_dtypes_inside():
@@ -121,7 +122,7 @@ def test_the_certificate_finds_a_wrong_result_of_a_deep_model_in_bf16():
             " of 5"
         ),
     ):
-        certificate.certify(model, fused, example, {}, (), torch.finfo(torch.bfloat16).eps)
+        certificate.certify(Example(model, example, {}), fused, (), torch.finfo(torch.bfloat16).eps)
 
 
 def test_the_certificate_tells_which_candidates_a_user_changes(fused):

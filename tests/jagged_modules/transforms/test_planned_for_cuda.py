@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 import jagged_modules as jm
 from jagged_modules.transforms import fuse
-from jagged_modules.transforms.capture import bound_inputs
+from jagged_modules.transforms.capture import Example
 
 from .captured import capture
 
@@ -130,7 +130,7 @@ def test_fused_and_exported(name):
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"), torch.no_grad():
         model, example = case.model().eval(), case.inputs(CANDIDATES, CANDIDATES)
         captured = capture(model, (), example, None, case.shared)
-        batch = fuse._batch(captured, case.shared, bound_inputs(model, (), example))
+        batch = fuse._batch(captured, case.shared, Example(model, (), example).inputs)
         with unset_fake_temporarily(), torch.device("cpu"):  # masks are followed on numbers
             plan = fuse.make_plan(
                 captured,
