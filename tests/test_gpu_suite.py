@@ -53,6 +53,16 @@ TESTS = """
         source = triton.compiler.ASTSource(kernel, signature=dict(ptr="*fp32"), constexprs={})
         assert triton.compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
+    def test_that_builds_a_launcher():
+        from triton.backends.nvidia import driver
+        source = (
+            "#include <Python.h>\\n"
+            "static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, \\"launcher\\"};"
+            "static int unoptimised = __NO_INLINE__;"  # not defined where gcc optimises
+            "PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&module); }"
+        )
+        assert driver.compile_module_from_src(src=source, name="launcher")
+
     def test_that_fails(record_property):
         record_property("cell", "sum|fp32|D32|plain")
         assert False
@@ -115,7 +125,7 @@ def test_a_kernel_is_compiled_once_for_all_workers(output):
 def test_a_test_that_breaks_its_context_is_named_and_others_run(output):
     assert "test_that_breaks_the_context broke the CUDA context" in output, output
     assert "an illegal memory access was encountered" in output
-    assert "2 failed, 4 passed, 1 skipped" in output
+    assert "2 failed, 5 passed, 1 skipped" in output
 
 
 def test_a_failure_is_named_at_once(output):
