@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from index_calls import (
+    ELSEWHERE,
     FUNCTIONS,
     JOINT,
     LAYERS,
@@ -24,17 +25,21 @@ OF_FUNCTIONS = [(name, argument) for name in FUNCTIONS for argument in arguments
 OF_LAYERS = [(name, argument) for name, call in LAYERS.items() for argument in call.indices]
 IN_ONE_GRAPH = [name for name, call in LAYERS.items() if call.compiles]
 IN_CUDA_GRAPHS = [name for name in IN_ONE_GRAPH if name != "pages"]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GPU = pytest.mark.gpu
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+ON_A_GPU = [x for x in OF_FUNCTIONS if x[1] not in ELSEWHERE.get(x[0], ())]
+ON_A_GPU += [x for x in OF_LAYERS if x[1] not in LAYERS[x[0]].elsewhere]
 SLOW_LAYERS = LAYERS.keys() - {"JaggedTargetAttention", "HSTULayer"}  # torch.compile takes seconds
 
 
 def cell(name: str, option: str) -> str:
-    return f"{name.partition('-')[0]}|fp32|forms|{name.partition('-')[2] or 'plain'}: {option}"
+    operator, _, variant = name.partition("-")
+    dtype = "bf16" if name in FUNCTIONS else "fp32"
+    return f"{operator}|{dtype}|forms|{variant or 'plain'}: {option}"
 
 
 EXPECTED_CELLS = [
-    *(cell(name, f"forms of {argument}") for name, argument in OF_FUNCTIONS + OF_LAYERS),
+    *(cell(name, f"forms of {argument}") for name, argument in ON_A_GPU),
     *(
         cell(name, mode)
         for name, mode in itertools.product(FUNCTIONS, ("eager", "compile", "graph", "defaults"))
@@ -45,15 +50,21 @@ EXPECTED_CELLS = [
 ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name, argument", OF_FUNCTIONS)
+def on_devices(arguments):
+    """Parameters: arguments of functions or of layers."""
+    for name, argument in arguments:
+        yield pytest.param(name, argument, "cpu")
+        if (name, argument) in ON_A_GPU:
+            yield pytest.param(name, argument, "cuda", marks=GPU)
+
+
+@pytest.mark.parametrize("name, argument, device", list(on_devices(OF_FUNCTIONS)))
 def test_an_argument_of_a_function(record_property, name, argument, device):
     record_property("cell", cell(name, f"forms of {argument}"))
     check_function(name, argument, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name, argument", OF_LAYERS)
+@pytest.mark.parametrize("name, argument, device", list(on_devices(OF_LAYERS)))
 def test_an_argument_of_a_layer(record_property, name, argument, device):
     record_property("cell", cell(name, f"forms of {argument}"))
     check_layer(name, argument, device)
