@@ -158,7 +158,8 @@ class _Node(torch.autograd.Function):
         shape, (*operands, uncleared) = inputs.targets.shape[:-1], _attended(ctx, inputs, call)
         y, end = linear(*operands), call.given.end
         if uncleared:
-            rows = y if shape.numel() == shape[0] else y.view(*shape, y.shape[1])  # as the end counts them
+            # in blocks as the end counts them
+            rows = y if shape.numel() == shape[0] else y.view(*shape, y.shape[1])
             y, end = with_zero_tail(rows, end, *uncleared).flatten(0, -2), None
         y = torch.unflatten(y[: shape.numel()], 0, shape)  # without what gemm_rows added
         return with_zero_tail(y, end)

@@ -302,9 +302,7 @@ def attention(call: AttentionCall) -> Tensor:
     return _launch(*launch)[0]
 
 
-def attention_forward(
-    call: AttentionCall, clears: bool = True
-) -> tuple[Tensor, Tensor, Arguments]:
+def attention_forward(call: AttentionCall, clears: bool = True) -> tuple[Tensor, Tensor, Arguments]:
     """`attention` inside a layer's autograd node: out, lse, and the arguments that the node's
     backward gives to `attention_backward` or `attention_packed_backward`. No pages. clears: False
     where the node writes 0 to the rows of out behind the last segment."""

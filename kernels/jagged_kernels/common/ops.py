@@ -133,7 +133,7 @@ def direct(op: Callable, args: tuple, operands: Sequence[Tensor | None]) -> Call
     return _launchers.get(op, op)
 
 
-def called(op: Callable, *args: Any) -> Any:
+def called(op: Callable[..., Any], *args: Any) -> Any:
     """The results of an operator, by `direct` in a node, where gradients are off. Its first
     argument is a tensor; those in lists were made by nodes."""
     if not torch.is_grad_enabled():
