@@ -135,7 +135,7 @@ def _packed_backward(
 ) -> tuple[Tensor, Tensor]:
     """The body of the packed backward's operator."""
     call = unpack(*arguments)[0]
-    parts = PackedGradients(of_queries, of_keys, columns).parts(*call[:3])
+    parts = PackedGradients(of_queries, of_keys, columns).parts(*call[:3], call.segments.q_shared)
     if not _are_all_stored(call):
         for part in parts:
             part.zero_()

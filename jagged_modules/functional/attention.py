@@ -162,14 +162,17 @@ def computed(parsed: ParsedAttention) -> Tensor:
     return out if row_scale is None else (out * row_scale[:, None, None]).to(parsed.dtype)
 
 
-def attention_forward(call: AttentionCall, trains: bool) -> tuple[Tensor, Tensor, Arguments]:
+def attention_forward(
+    call: AttentionCall, trains: bool, clears: bool = True
+) -> tuple[Tensor, Tensor, Arguments]:
     """The attention inside a layer's autograd node: out, lse, and the arguments for
-    `packed_gradients` or `attention_backward`. trains: a backward follows."""
+    `packed_gradients` or `attention_backward`. trains: a backward follows. clears: False where the
+    node clears the rows of out behind the last segment."""
     if _is_for_the_cpu(call.q, call.params.implementation):
         return cpu_forward(call)
     from jagged_kernels.attention import op
 
-    return op.attention_forward(_with_schedule(call, trains))
+    return op.attention_forward(_with_schedule(call, trains), clears)
 
 
 def attention_backward(
@@ -203,15 +206,14 @@ def packed_gradients(
     """
     (q, k), outs = arguments[:2], PackedGradients.empty(arguments[:3], together, rows)
     of_queries, of_keys = outs[:2]
-    if rows is not None:
+    q_shared, _, has_tail, *_ = Arguments(*arguments).options
+    if rows is not None and not (has_tail and do.is_cuda):  # else kernels clear them
         zeroed_behind(of_queries, q.shape[0])
         if of_keys is not None:
             zeroed_behind(of_keys, k.shape[0])
-        outs = outs._replace(of_queries=of_queries[: q.shape[0]])
     if do.is_cuda:
         from jagged_kernels.attention import op
 
-        q_shared = Arguments(*arguments).options[0]
         if q_shared:  # rows for each segment, then a sum in a fixed order
             parts = q.new_empty(do.shape[0], q.shape[1] * q.shape[2], dtype=torch.float32)
             outs = outs._replace(of_queries=parts)

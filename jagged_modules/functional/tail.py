@@ -52,9 +52,16 @@ def leaving(x: Tensor, end: Tensor | None) -> Tensor:
     return result
 
 
-def with_zero_tail(x: Tensor, end: Tensor | None) -> Tensor:
+def with_zero_tail(x: Tensor, end: Tensor | None, *others: tuple[Tensor, Tensor]) -> Tensor:
     """`leaving` of a result that a node has just computed, below autograd: also in a graph it costs
-    no pass over the other rows."""
+    no pass over the other rows. others: tensors with their ends, cleared in place by the same
+    launch; none in a graph."""
+    if others:
+        from jagged_kernels.common.tail import zero_tails_on_device
+
+        own = [] if end is None else [(x, end)]
+        zero_tails_on_device(*own, *others)
+        return x
     if end is None:
         return x
     if not (_has_kernels(x) and x.is_contiguous()):

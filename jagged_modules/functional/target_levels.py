@@ -57,10 +57,14 @@ class Level(NamedTuple):
         return None if self.history is None or self.history.is_clean else self.keys.end
 
     def schedule(self, num_heads: int, head_dim: int, dtype: torch.dtype) -> TileSchedule | None:
-        """The attention's schedule, which the history keeps; None without a history."""
+        """The attention's schedule, which the history keeps; None without a history, and where none
+        is kept and only q's shape has the number of query rows."""
         if self.history is None:
             return None
         queries = self.container if self.candidates is None else self.candidates
+        if self.candidates is not None and not self.history.segmentation.schedules:
+            if self.candidates.is_sorted and self.candidates.host_counts is None:
+                return None
         rows = 1 if self.shape is None else self.shape[1]
         return self.history.schedule(
             num_heads=num_heads,

@@ -82,7 +82,7 @@ def encoder_node(
         options = NormOptions.of(norm)
         return Residual(dtype, options, layer.norm_first, result, of_dropout, columns)
 
-    around = residual(layer.norm1, bias_columns(dtype))
+    around = residual(layer.norm1, bias_columns(x, dtype))
     sides = layer.attention._sides(rows, None, num_targets, dtype)  # pyright: ignore[reportPrivateUsage]
     *inputs, attention = node_arguments(layer.attention, x, layer.norm1, dtype, sides, around)
     linears = layer.linear1, layer.linear2

@@ -142,7 +142,7 @@ def gdpa_node(
     block's, in the wider of this dtype and x's."""
     residual = None
     if norm is not None:
-        residual = Residual(dtype, NormOptions.of(norm), columns=bias_columns(dtype))
+        residual = Residual(dtype, NormOptions.of(norm), columns=bias_columns(x, dtype))
     arguments = node_arguments(layer, x, norm, dtype, sides, residual)
     result: Tensor = apply(_Node, *arguments)
     return result

@@ -15,6 +15,7 @@ a GEMM is cast once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,13 +48,15 @@ class Stages(NamedTuple):
 def stages() -> Stages:
     """The kernels. A test on the CPU replaces this function."""
     from jagged_kernels.attention import op as attention
+    from jagged_kernels.common.ops import called
     from jagged_kernels.rows import op as rows
 
-    return Stages(
+    operators = (
         rows.triton_row_norm, rows.triton_row_norm_backward, rows.triton_gate,
         rows.triton_gate_linear_backward, attention.triton_attention,
         attention.triton_attention_packed_backward,
     )  # fmt: skip
+    return Stages(*[partial(called, op) for op in operators])
 
 
 class Gate(NamedTuple):
@@ -188,7 +191,7 @@ class _HSTULayer(torch.autograd.Function):
         dtypes, (eps, _, rms), (dropout, gate_norm) = ctx.dtypes, plan.norm, plan.gate
 
         def norm_again() -> Tensor:
-            columns = 0 if bias is None else bias_columns(plan.dtype)
+            columns = 0 if bias is None else bias_columns(x, plan.dtype)
             of_norm = norm_weight, norm_bias, plan.dtype, *plan.norm, columns, end, dout
             return kernels.row_norm(x, *of_norm, a.shape[0])[0]
 
@@ -259,7 +262,7 @@ def _gated(
     biases = [] if bias is None else [bias]
     cast_weight, cast_projection, *biases = cast(dtype, weight, projection, *biases)
     cast_bias = biases[0] if biases else None
-    of_norm = norm_weight, norm_bias, dtype, *plan.norm, bias_columns(dtype) if biases else 0
+    of_norm = norm_weight, norm_bias, dtype, *plan.norm, bias_columns(x, dtype) if biases else 0
     rows = rounded_rows(x, end, dtype)  # the backward copies dout if x has another dtype
     normed, *statistics = kernels.row_norm(x, *of_norm, end, None, rows)
     packed = linear(normed, cast_weight, cast_bias)

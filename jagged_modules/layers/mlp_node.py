@@ -189,15 +189,17 @@ def feed_forward_gradients(
 
 def activated(z: Tensor, activation: str, gated: bool, after: Tensor | None = None) -> Tensor:
     """after: not read; see `triton_activation`."""
+    from jagged_kernels.common.ops import called
     from jagged_kernels.rows.activation import triton_activation
 
-    return triton_activation(z, activation, gated, after)
+    return called(triton_activation, z, activation, gated, after)
 
 
 def activation_gradients(
     dy: Tensor, z: Tensor, activation: str, gated: bool, end: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Of z, 0 from end[-1] on, and its sum over rows."""
+    from jagged_kernels.common.ops import called
     from jagged_kernels.rows.activation import triton_activation_backward
 
-    return triton_activation_backward(dy, z, activation, gated, end)
+    return called(triton_activation_backward, dy, z, activation, gated, end)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jagged_kernels.common.device import zeroed_behind
 from jagged_kernels.rows.configs import BIAS_COLUMNS
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -27,7 +26,7 @@ from ..settings import is_batch_invariant
 from ..tracing import as_constant, is_exporting, is_recording
 from ..validation import runs_transforms
 
-ALIGNMENT = 64  # elements; cuBLAS and TMA read operands that start at multiples of 16 bytes
+MANY = 2**22  # elements of rows, from which a GEMM sums a bias's gradient faster than torch
 
 
 def may_be_one_node(x: Tensor, *modules: nn.Module, on_cpu: bool = False) -> bool:
@@ -86,16 +85,10 @@ def _has_global_hooks() -> bool:
 
 
 def cast(dtype: torch.dtype, *parameters: Tensor) -> Sequence[Tensor]:
-    """The parameters in the operands' dtype: copies in one buffer, by few launches."""
+    """The parameters in the operands' dtype: copies by few launches."""
     if all([x.dtype == dtype for x in parameters]):
         return parameters
-    rows = [-(-x.numel() // ALIGNMENT) for x in parameters]
-    buffer = parameters[0].new_empty(sum(rows) * ALIGNMENT, dtype=dtype)
-    parts = buffer.split_with_sizes([n * ALIGNMENT for n in rows])
-    copies = [
-        part if part.shape == x.shape else part[: x.numel()].view(x.shape)
-        for part, x in zip(parts, parameters)
-    ]
+    copies = [torch.empty_like(x, dtype=dtype) for x in parameters]
     torch._foreach_copy_(copies, list(parameters))  # pyright: ignore - torch exports it under no other name
     return copies
 
@@ -118,23 +111,23 @@ def dropout_gradient(dx: Tensor, kept: Tensor | None, probability: float) -> Ten
     return torch.ops.aten.native_dropout_backward(dx, kept, scale)
 
 
-def bias_columns(dtype: torch.dtype) -> int:
-    """Columns behind rows of this dtype that give a bias's gradient: sums in 16-bit GEMMs are as
-    exact as in fp32, which tf32 is not."""
-    return BIAS_COLUMNS if dtype.itemsize == 2 else 0
+def bias_columns(x: Tensor, dtype: torch.dtype) -> int:
+    """Columns behind the rows of x, copied to this dtype, that give a bias's gradient: sums in
+    16-bit GEMMs are as exact as in fp32, which tf32 is not. Few rows have none: taking the
+    columns out again would cost the host more than a sum."""
+    return BIAS_COLUMNS if dtype.itemsize == 2 and _has_many(x) else 0
 
 
-def _is_copied(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether `gemm_rows` copies x, to clear or to cast it."""
-    return end is not None or x.dtype != dtype
+def _has_many(x: Tensor) -> bool:
+    """Graphs do not know sizes."""
+    return torch.compiler.is_compiling() or x.numel() >= MANY
 
 
 def rounded_rows(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> int:
     """The number of rows for the copy of x that `gemm_rows` makes on a GPU: x's own, rounded up, so
     that cuBLAS sees few. x's own if nothing is copied, or while a graph is recorded."""
-    if not _is_copied(x, end, dtype) or is_recording(x.device):
-        return x.shape[0]
-    return rounded_size(x.shape[0])
+    is_copied = end is not None or x.dtype != dtype
+    return rounded_size(x.shape[0]) if is_copied and not is_recording(x.device) else x.shape[0]
 
 
 def gemm_rows(
@@ -152,15 +145,13 @@ def gemm_rows(
         num_rows: of such a copy; None: L.
         has_columns: whether it has the columns.
     """
-    if x.dim() != 2 or not (x.is_cuda and _is_copied(x, end, dtype)):
+    if not x.is_cuda or x.dim() != 2 or (end is None and x.dtype == dtype):
         return cleared(x, end, dtype)
-    extra = bias_columns(dtype) if has_columns else 0
+    extra = bias_columns(x, dtype) if has_columns else 0
     if runs_kernels(x):
-        from jagged_kernels.common.tail import kept_rows_on_device
+        from jagged_kernels.rows.copies import copied_rows
 
-        rows, columns = x.shape
-        out = x.new_empty(num_rows or rows, columns + extra, dtype=dtype)
-        return kept_rows_on_device(x, end, dtype, extra, out=zeroed_behind(out, rows))
+        return copied_rows(x, end, dtype, num_rows or x.shape[0], extra)
     x = cleared(x, end, dtype)
     if not extra:
         return x
@@ -182,7 +173,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x `[L, K]` @ weightᵀ + bias, all of one dtype. More columns of x are not read."""
     if x.shape[1] > weight.shape[1]:
         x = x[:, : weight.shape[1]]
-    return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
+    return nn.functional.linear(x, weight, bias)
 
 
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -193,12 +184,13 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of the rows of dy, in fp32. On a GPU a GEMM of 16 bits takes it up to three times
-    faster than torch's sum, and as exactly."""
-    if dy.is_cuda and dy.dtype.itemsize == 2:
+    """The sum of the rows of dy, in fp32. On a GPU a GEMM of 16 bits takes it of many rows up to
+    three times faster than torch's sum, and as exactly."""
+    if dy.is_cuda and dy.dtype.itemsize == 2 and _has_many(dy):
         ones = dy.new_ones(dy.shape[0], 8)  # rows of 16 bytes
         return torch.mm(ones.t(), dy, out_dtype=torch.float32)[0].to(dtype)
-    return dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dtype)
+    wide = torch.float32 if dy.dtype.itemsize == 2 else dy.dtype
+    return dy.sum(0, dtype=wide).to(dtype)
 
 
 class LinearGradients(NamedTuple):

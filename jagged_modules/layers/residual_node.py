@@ -126,12 +126,14 @@ def row_norm(
     """The norm of each of its groups of columns, computed in fp32, in dtype, with `columns` behind
     them as in `gemm_rows`; mean (not of an RMSNorm) and 1 / deviation of each. Rows from end[-1] on
     are 0."""
+    from jagged_kernels.common.ops import called
     from jagged_kernels.rows.op import triton_row_norm
 
     eps, groups, rms = norm
     if eps is None:  # as in torch
         eps = torch.finfo(torch.promote_types(x.dtype, weight.dtype)).eps
-    return triton_row_norm(x, weight, bias, dtype, eps, groups, rms, columns, end)
+    of_norm = weight, bias, dtype, eps, groups, rms, columns, end
+    return called(triton_row_norm, x, *of_norm)
 
 
 def row_norm_gradients(
@@ -145,10 +147,11 @@ def row_norm_gradients(
     end: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
     """Of x, plus the gradient of the residual, in x's dtype; of weight and bias in weight's."""
+    from jagged_kernels.common.ops import called
     from jagged_kernels.rows.op import triton_row_norm_backward
 
-    # its eps is in rstd
-    dx, sums = triton_row_norm_backward(dy, x, mean, rstd, weight, residual, 0.0, norm.rms, end)
+    of_norm = x, mean, rstd, weight, residual, 0.0, norm.rms, end  # its eps is in rstd
+    dx, sums = called(triton_row_norm_backward, dy, *of_norm)
     dweight, dbias = sums.to(weight.dtype)
     return dx, (dweight, None if norm.rms else dbias)
 
@@ -156,7 +159,8 @@ def row_norm_gradients(
 def normed_columns_gradients(grads: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
     """Replace the first columns of `grads`, the gradient of the RMSNorm of x, by that of x. The
     gradient of weight, in fp32."""
+    from jagged_kernels.common.ops import called
     from jagged_kernels.rows.op import triton_row_norm_packed_backward
 
     # kernels read no mean of this norm, and its eps is in rstd
-    return triton_row_norm_packed_backward(grads, 0, x, rstd, rstd, weight, 0.0, True)[0]
+    return called(triton_row_norm_packed_backward, grads, 0, x, rstd, rstd, weight, 0.0, True)[0]

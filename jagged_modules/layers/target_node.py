@@ -155,9 +155,14 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         inputs, call = TargetInputs(*arguments[:-1]), arguments[-1]
-        shape, y = inputs.targets.shape[:-1], linear(*_attended(ctx, inputs, call))
+        shape, (*operands, uncleared) = inputs.targets.shape[:-1], _attended(ctx, inputs, call)
+        y, end = linear(*operands), call.given.end
+        if uncleared:
+            # in blocks as the end counts them
+            rows = y if shape.numel() == shape[0] else y.view(*shape, y.shape[1])
+            y, end = with_zero_tail(rows, end, *uncleared).flatten(0, -2), None
         y = torch.unflatten(y[: shape.numel()], 0, shape)  # without what gemm_rows added
-        return with_zero_tail(y, call.given.end)
+        return with_zero_tail(y, end)
 
     @staticmethod
     @differentiable_once
@@ -198,9 +203,11 @@ class _Node(torch.autograd.Function):
         return dtargets, dhistory, *dq_proj, *dkv_proj, *dout, None
 
 
-def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor, Tensor, Tensor]:
-    """The operands of the output's projection. Saves what a backward reads; without one, the other
-    projections are free when this returns."""
+def _attended(
+    ctx: Any, inputs: TargetInputs, call: TargetCall
+) -> tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    """The operands of the output's projection, and tensors to be cleared with its result. Saves
+    what a backward reads; without one, the other projections are free when this returns."""
     end, dtype, heads = call.given.end, call.dtype, call.num_heads
     q_weight, q_bias, kv_weight, kv_bias, out_weight, out_bias = cast(dtype, *inputs[2:])
     queries, keys, order, inverse, history_rows = Order.of(call.given)
@@ -217,7 +224,11 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
     options = AttentionOptions(schedule=call.schedule, dropout_p=call.attention_dropout)
     attention = parsed_call(q, k, v, queries, keys, options).call
     trains = any(ctx.needs_input_grad)
-    out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
+    # The projection takes each row by itself, so what it takes may be cleared behind it.
+    clears = bool(call.dropout) or inverse is not None or not runs_kernels(q)
+    results = attention_forward(attention, trains, clears)
+    out, lse, (q, k, v, segments, *ctx.options) = results
+    uncleared = [(out, queries.offsets)] if attention.segments.has_tail and not clears else []
     h, kept = dropped(in_order(out.flatten(1), inverse), call.dropout)
     saved = _Saved(
         targets, history, q_weight, kv_weight, q, k, v, out, lse, h, kept, out_weight,
@@ -226,7 +237,7 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
     ctx.save_for_backward(*saved, *segments)
     ctx.shape, ctx.dropout = inputs.targets.shape[:-1], call.dropout
     ctx.dtypes = inputs.targets.dtype, inputs.history.dtype, inputs.q_bias.dtype
-    return h, out_weight, out_bias
+    return h, out_weight, out_bias, uncleared
 
 
 def _rows(x: Tensor, end: Tensor | None) -> Tensor:

@@ -36,7 +36,6 @@ def launches(monkeypatch):
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_stream=lambda device: 100 + device,
     )
-    driver.get_current_device = lambda: driver.device
 
     def run(kernel, *args, grid, warmup, **constants):
         compiled = SimpleNamespace(function="function", packed_metadata="metadata")
@@ -45,6 +44,7 @@ def launches(monkeypatch):
         return compiled
 
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=driver))
+    monkeypatch.setattr(launch.ops, "current_device", lambda: driver.device)
     monkeypatch.setattr(JITFunction, "run", run)
     made_by = SimpleNamespace(driver=driver, made=made)
     return made_by

@@ -18,7 +18,7 @@ from jagged_kernels.precompile.recorder import recorded_launches
 TO_CLEAR = "zero_tails_kernel", "keep_rows_kernel"
 COSTS = {  # of a layer: launches of each kernel in the forward, and in the backward
     "JaggedMLP": [(1, 1), (0, 0)],
-    "JaggedTargetAttention": [(2, 2), (1, 1)],
+    "JaggedTargetAttention": [(1, 2), (1, 1)],
     "JaggedSelfTargetAttention": [(3, 2), (1, 2)],
     "JaggedGDPA": [(2, 1), (1, 1)],
     "JaggedGDPA-context": [(2, 2), (1, 1)],

@@ -88,7 +88,10 @@ def triton_paged_attention(*arguments: Any) -> Tensor:
     return _forward(*unpack(*arguments))[0]
 
 
-def _forward(call: AttentionCall, tiles: TileList, keys: TileList) -> tuple[Tensor, Tensor]:
+def _forward(
+    call: AttentionCall, tiles: TileList, keys: TileList, clears: bool = True
+) -> tuple[Tensor, Tensor]:
+    """clears: write 0 to the rows of out behind the last segment."""
     params, (out, lse) = call.params, _empty_outputs(call)
     selection = _select(call, tiles.block, keys.block)
     # no batch needs another kernel for this
@@ -104,7 +107,7 @@ def _forward(call: AttentionCall, tiles: TileList, keys: TileList) -> tuple[Tens
         forward(operands, segments, params, selection.fwd)
     else:
         triton_forward(operands, segments, params, selection)
-    if call.segments.has_tail and not call.segments.q_shared:
+    if clears and call.segments.has_tail and not call.segments.q_shared:
         zero_tails((out, segments.q_offsets))
     return out, lse
 
@@ -115,7 +118,7 @@ def triton_attention_backward(do: Tensor, results: list[Tensor | None], *argumen
     kernel, which reads it. On Hopper: hopper/launch.py. results: out, which only softmax reads, and
     lse. Returns dq, dk, dv and the gradients of position_bias and time_bias, in the shapes and
     dtypes of what they are gradients of; `[0]` for a table that gets none."""
-    call, tiles, key_tiles = unpack(*arguments)
+    unpacked = call, tiles, key_tiles = unpack(*arguments)
     q, k, v, (q_offsets, kv_offsets, q_shared, kv_shared, has_tail, _), params, _ = call
     if not _has_rows(call):
         empty = (x.new_zeros(x.shape) for x in (q, k, v))
@@ -130,7 +133,7 @@ def triton_attention_backward(do: Tensor, results: list[Tensor | None], *argumen
         )
         for x in (k, v)
     )
-    dtables = _write_gradients(do, results, arguments, dq, dk, dv)
+    dtables = _write_gradients(do, results, unpacked, dq, dk, dv)
     if has_tail:
         of_queries = [] if q_shared else [(dq, q_offsets)]
         of_keys = [] if kv_shared else [(dk, kv_offsets), (dv, kv_offsets)]
@@ -155,15 +158,16 @@ def triton_attention_packed_backward(
     `PackedGradients`: a GEMM of a packed projection then needs no sum and no copy. Keys are not
     shared. Rows behind the last segment become 0, in all columns. Returns the gradients of
     position_bias and time_bias."""
-    call, _, _ = unpack(*arguments)
+    unpacked = unpack(*arguments)
+    call = unpacked[0]
     outs = PackedGradients(of_queries, of_keys, columns)
-    parts = outs.parts(*call[:3])
-    if not _has_rows(call):
-        for x in parts:
+    parts = outs.parts(*call[:3], call.segments.q_shared)
+    if _has_rows(call):
+        dtables = _write_gradients(do, results, unpacked, *parts)
+    else:
+        dtables = empty_table_gradients(call.params, call.q)
+        for x in (*parts, *dtables):
             x.zero_()
-        dposition, dtime = (x.zero_() for x in empty_table_gradients(call.params, call.q))
-        return dposition, dtime
-    dtables = _write_gradients(do, results, arguments, *parts)
     if call.segments.has_tail:
         of_rows = [(of_queries, call.segments.q_offsets)]
         if not call.segments.is_self_attention:
@@ -176,20 +180,20 @@ def triton_attention_packed_backward(
 def _write_gradients(
     do: Tensor,
     results: list[Tensor | None],
-    arguments: tuple[Any, ...],
+    unpacked: tuple[AttentionCall, TileList, TileList],
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Launch the backward's kernels: write dq, dk and dv, whose last dim is contiguous, or partial
     sums of them. Returns the gradients of the bias tables."""
-    call, queries_listed, keys_listed = unpack(*arguments)
+    call, queries_listed, keys_listed = unpacked
     q, k, v, (q_offsets, _, _, kv_shared, has_tail, _), params, _ = call
     selection = _select(call, queries_listed.block, keys_listed.block)
     if selection.query_chunks > 1 and not kv_shared:
         split = SplitQueries.of(call, selection.query_chunks)
         partial = split.partial()
-        dtables = _write_gradients(do, results, pack(split.call), dq, *partial)
+        dtables = _write_gradients(do, results, (split.call, NOT_LISTED, NOT_LISTED), dq, *partial)
         for x, out in zip(partial, (dk, dv)):
             split.add(x, out)
         return dtables
@@ -298,11 +302,12 @@ def attention(call: AttentionCall) -> Tensor:
     return _launch(*launch)[0]
 
 
-def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Arguments]:
+def attention_forward(call: AttentionCall, clears: bool = True) -> tuple[Tensor, Tensor, Arguments]:
     """`attention` inside a layer's autograd node: out, lse, and the arguments that the node's
-    backward gives to `attention_backward` or `attention_packed_backward`. No pages."""
+    backward gives to `attention_backward` or `attention_packed_backward`. No pages. clears: False
+    where the node writes 0 to the rows of out behind the last segment."""
     arguments, launch = _prepared(call)
-    out, lse = triton_attention(*arguments) if launch is None else _launch(*launch)
+    out, lse = triton_attention(*arguments) if launch is None else _launch(*launch, clears)
     return out, lse, arguments
 
 

@@ -372,11 +372,12 @@ class PackedGradients(NamedTuple):
         of_queries = q.new_empty(rows[0], widths[0])
         return cls(of_queries, k.new_empty(rows[1], sum(widths[1:])), [0, 0, widths[1]])
 
-    def parts(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Where dq, dk and dv are, as views in the shapes of q, k and v. A single row has the
-        stride of many: it runs the same kernels."""
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, q_shared: bool) -> list[Tensor]:
+        """Where dq, dk and dv are, as views in the shapes of q, k and v; dq with the rows of all
+        segments if they share q. A single row has the stride of many: it runs the same kernels."""
         keys = self.of_queries if self.of_keys is None else self.of_keys
-        shapes = (self.of_queries.shape[0], *q.shape[1:]), k.shape, v.shape
+        rows = self.of_queries.shape[0] if q_shared else q.shape[0]
+        shapes = (rows, *q.shape[1:]), k.shape, v.shape
         return [
             out.as_strided(shape, (out.stride(0), shape[2], 1), out.storage_offset() + first)
             for out, first, shape in zip((self.of_queries, keys, keys), self.columns, shapes)

@@ -22,6 +22,7 @@ from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from . import ops
 from .descriptors import Described
 
 _NOT_YET = None, None
@@ -65,8 +66,7 @@ class CachedLaunches(JITFunction):
             or _is_observed()
         ):
             return super().run(*args, grid=grid, warmup=warmup, **constants)
-        active = driver.active
-        device = active.get_current_device()
+        device = ops.current_device()
         key = self._cache_key(device, args, constants)
         kernel, launch = self._compiled.get(key, _NOT_YET)
         if kernel is None:
@@ -74,7 +74,7 @@ class CachedLaunches(JITFunction):
             if kernel is not None:  # a hook of Triton's may have prevented the compilation
                 self._compiled[key] = kernel, _launcher(kernel, args, self._constants)
         else:
-            launch((*grid, 1, 1)[:3], active.get_current_stream(device), args)
+            launch((*grid, 1, 1)[:3], driver.active.get_current_stream(device), args)
         return kernel
 
     def _cache_key(self, device: int, args: tuple, constants: dict) -> tuple:
@@ -96,22 +96,19 @@ class CachedLaunches(JITFunction):
         specialised, unaligned = specialised(flat), 0
         for x in specialised:
             unaligned |= x.data_ptr()
-        key = [
+        backend = _backend(device)
+        return (
             device,
             knobs.runtime.debug,
             knobs.compilation.instrumentation_mode,
             types,
             *constants,
             *constants.values(),
-        ]
-        key += map(_DTYPE, tensors(flat))
-        key += map(_BOX, described(flat))
-        if unaligned % 16:
-            key += [x.data_ptr() % 16 == 0 for x in specialised]
-        backend = _backend(device)
-        for i, rule in others:
-            key.append(specialisation(backend, flat[i], *rule))
-        return tuple(key)
+            *map(_DTYPE, tensors(flat)),
+            *map(_BOX, described(flat)),
+            unaligned % 16 and tuple([x.data_ptr() % 16 == 0 for x in specialised]),
+            *[specialisation(backend, flat[i], *rule) for i, rule in others],
+        )
 
     def _find_positions(self, types: tuple[type, ...], args: tuple) -> tuple:
         """Functions that choose the tensors, those whose alignment counts, and the descriptors

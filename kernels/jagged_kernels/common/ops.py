@@ -23,7 +23,11 @@ from triton import knobs
 from .device import device_properties
 
 # not FakeTensor, SymInt, ...
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), list})
+_PLAIN = frozenset(
+    {Tensor, torch.nn.Parameter, int, float, bool, str, type(None), list, torch.dtype}
+)
+# A tensor on a GPU shows that CUDA is initialised: torch's public function checks it first.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _launchers: dict[Callable, Callable] = {}  # of operators, on CUDA tensors
 bodies: dict[Callable, Callable] = {}  # of operators, as they are defined
 
@@ -89,7 +93,7 @@ def on_the_tensors_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
     def launch(*args, **options):
         first = args[0]
         device = (first[0] if isinstance(first, (list, tuple)) else first).device
-        if device.index == torch.cuda.current_device():
+        if device.index == current_device():
             return launcher(*args, **options)
         with torch.cuda.device(device):
             return launcher(*args, **options)
@@ -127,3 +131,11 @@ def direct(op: Callable, args: tuple, operands: Sequence[Tensor | None]) -> Call
         if x is not None and (x.is_neg() or x._is_zerotensor()):
             return op
     return _launchers.get(op, op)
+
+
+def called(op: Callable[..., Any], *args: Any) -> Any:
+    """The results of an operator, by `direct` in a node, where gradients are off. Its first
+    argument is a tensor; those in lists were made by nodes."""
+    if not torch.is_grad_enabled():
+        op = direct(op, args, [x for x in args if isinstance(x, Tensor)])
+    return op(*args)

@@ -112,9 +112,7 @@ class _Recorder:
 
     def __init__(self, device: torch.device):
         self.device, target = device, GPUTarget("cuda", device.index, 32)
-        self.driver = SimpleNamespace(
-            get_current_device=lambda: device.index, get_current_target=lambda: target
-        )
+        self.driver = SimpleNamespace(get_current_target=lambda: target)
         self.launches: list[Launch] = []
         self.of_keys: dict[tuple, str] = {}  # the library's key of a launch → Triton's
         self.variants = Variants(target)
@@ -143,12 +141,14 @@ def _reported_gpu(device: torch.device, capability: tuple[int, int], num_sms: in
     of_cuda = dict(
         get_device_capability=lambda *_: capability,
         get_device_properties=lambda *_: properties,
-        current_device=lambda: device.index,
         is_initialized=lambda: True,
         is_current_stream_capturing=lambda: False,
     )
     # Host tensors dispatch to the operators' CPU key, which is registered for the interpreter only.
-    of_operators = dict(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=True)))
+    of_operators = dict(
+        knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=True)),
+        current_device=lambda: device.index,
+    )
     with (
         _replaced(torch.Tensor, of_tensors),
         _replaced(torch.cuda, of_cuda),

@@ -107,7 +107,7 @@ def test_many_targets_are_ordered_by_the_kernel(monkeypatch, rows_of_each):
     """By the launch on their device, which is here the current one."""
     monkeypatch.setattr(target_node, "MANY", 0)
     monkeypatch.setattr(target_node, "runs_kernels", lambda x: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr("jagged_kernels.common.ops.current_device", lambda: None)
     x, order = torch.randn(20 * rows_of_each, 7), torch.randperm(20)
     expected = x.view(20, -1)[order].view(x.shape)
     strided, out = torch.cat([x, x], 1)[:, :7], torch.empty(len(x), 9)[:, 1:8]
@@ -115,6 +115,22 @@ def test_many_targets_are_ordered_by_the_kernel(monkeypatch, rows_of_each):
         assert torch.equal(target_node.in_order(given, order), expected)
     assert torch.equal(target_node.in_order(strided, order, out), expected)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("columns", [5, 1100])
+@pytest.mark.parametrize("end", [170, 300, None])
+def test_a_copy_for_a_gemm_has_more_rows(monkeypatch, poisoned_memory, offsets, columns, end):
+    from jagged_kernels.rows.copies import copied_rows
+
+    monkeypatch.setattr("jagged_kernels.common.ops.current_device", lambda: None)
+    of_segments, last = None if end is None else offsets([7, end - 7]), end or 300
+    x = torch.randn(300, 2 * columns)[:, ::2]
+    x[last:] = torch.nan
+    out = copied_rows(x, of_segments, torch.float16, 304, 4)
+    expected = torch.nn.functional.pad(x[:last].half(), (0, 0, 0, 304 - last))
+    assert torch.equal(out[:, :columns], expected)
+    assert torch.equal(out[:300, columns:], torch.eye(4)[:1].expand(300, 4).half())
+    assert not out[300:, columns + 1 :].any() and out[300:, columns].le(1).all()
 
 
 @pytest.mark.parametrize("columns", [5, 1100])
