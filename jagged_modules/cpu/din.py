@@ -9,7 +9,7 @@ hides are left out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from jagged_kernels.din.results import empty_gradients, joined_moments
@@ -19,24 +19,17 @@ from torch.nn.functional import linear, pad
 
 from ..autocast import host_operator
 from ..masks import AttentionMask, is_visible
-from ..unit_activations import UnitTable, unit_activation, unit_activation_gradients
 from .buckets import Rows, compute_dtype, groups
+from .din_units import Kept, Units
 from .one_query import are_single, bags, chunks, segment_softmax
 
 CHUNK = 4096  # pairs: their hidden units stay in the processor's cache
 MASKED_CHUNK = 16  # chunks of pairs, of which a mask may hide most, at a time
 
 
-class Pairs(NamedTuple):
-    """The operands of a chunk. x: q ∘ k `[P, E]`. z: of the first layer `[P, H]`."""
-
-    x: Tensor
-    z: Tensor
-
-
 class Chunk(NamedTuple):
     """S segments of C candidates and N events: indices of their rows, and how many of each. Pairs
-    are in the order of segments, candidates and events."""
+    are in the order of segments, events and candidates."""
 
     q_rows: Tensor
     kv_rows: Tensor
@@ -45,44 +38,45 @@ class Chunk(NamedTuple):
     def of_q(self, x: Tensor) -> Tensor:
         """Rows of candidates, as operands of `of_pairs`."""
         s, c, _ = self.shape
-        return x.view(s, c, 1, -1)
+        return x.view(s, 1, c, -1)
 
     def of_k(self, x: Tensor) -> Tensor:
         """Rows of events, as operands of `of_pairs`."""
         s, _, n = self.shape
-        return x.view(s, 1, n, -1)
+        return x.view(s, n, 1, -1)
 
     def of_pairs(self, x: Tensor) -> Tensor:
         """Rows of pairs `[P, width]` or `[P]`."""
-        return x.view(*self.shape, -1)
+        s, c, n = self.shape
+        return x.view(s, n, c, -1)
 
     def over_events(self, x: Tensor) -> Tensor:
         """The sums of `of_pairs` for each candidate."""
-        return x.sum(2).flatten(0, 1)
+        return x.sum(1).flatten(0, 1)
 
     def over_candidates(self, x: Tensor) -> Tensor:
         """The sums of `of_pairs` for each event."""
-        return x.sum(1).flatten(0, 1)
+        return x.sum(2).flatten(0, 1)
 
     def softmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Of scores `[P]`, and their log-sum-exp for each candidate."""
-        scores = scores.view(self.shape)
-        return scores.softmax(2).flatten(), scores.logsumexp(2).flatten()
+        scores = self.of_pairs(scores)
+        return scores.softmax(1).flatten(), scores.logsumexp(1).flatten()
 
     def weighted(self, p: Tensor, v: Tensor) -> Tensor:
         """Σ p v for each candidate."""
         s, _, n = self.shape
-        return (p.view(self.shape) @ v.view(s, n, -1)).flatten(0, 1)
+        return (p.view(s, n, -1).mT @ v.view(s, n, -1)).flatten(0, 1)
 
     def of_weights(self, do: Tensor, v: Tensor) -> Tensor:
         """The gradient of p: do · v of each pair."""
         s, c, n = self.shape
-        return (do.view(s, c, -1) @ v.view(s, n, -1).mT).flatten()
+        return (v.view(s, n, -1) @ do.view(s, c, -1).mT).flatten()
 
     def of_values(self, p: Tensor, do: Tensor) -> Tensor:
         """The gradient of v: Σ p do for each event."""
-        s, c, _ = self.shape
-        return (p.view(self.shape).mT @ do.view(s, c, -1)).flatten(0, 1)
+        s, c, n = self.shape
+        return (p.view(s, n, c) @ do.view(s, c, -1)).flatten(0, 1)
 
 
 class Single(NamedTuple):
@@ -175,13 +169,74 @@ def _indices(rows: Rows) -> Tensor:
     return found.view(-1, rows.length)
 
 
-def _activated(z: Tensor, name: str, table: Tensor | None) -> Tensor:
-    """`unit_activation`. Dice in six passes over z, most of them in place, instead of nine."""
-    if name != "dice" or table is None:
-        return unit_activation(z, name, table)
-    units = UnitTable(*table)
-    p = (z - units.mean).mul_(units.rstd * units.weight).add_(units.bias).sigmoid_()
-    return torch.lerp(units.slope, torch.ones_like(units.slope), p).mul_(z)
+class PerPair:
+    """The first linear of rows of pairs: z = D (q ∘ k) + a + b.
+
+    Args:
+        q, k, a, b: rows of the chunk's candidates and events.
+        weight: D.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk | Single,
+        q: Tensor,
+        k: Tensor,
+        a: Tensor,
+        b: Tensor,
+        weight: Tensor,
+    ) -> None:
+        self.chunk, self.weight = chunk, weight
+        self.q, self.k = chunk.of_q(q), chunk.of_k(k)
+        self.x = (self.q * self.k).view(-1, q.shape[-1])
+        self.z = linear(self.x, weight)
+        chunk.of_pairs(self.z).add_(chunk.of_q(a)).add_(chunk.of_k(b))
+
+    def gradients(self, dz: Tensor, dweight: Tensor) -> dict[str, Tensor]:
+        """Those of rows of q, k, a and b. Adds that of D to dweight."""
+        chunk = self.chunk
+        dweight.addmm_(dz.mT, self.x)
+        dx = chunk.of_pairs(torch.mm(dz, self.weight, out=self.x))
+        of_q = chunk.over_events(dx * self.k)
+        dk = chunk.over_candidates(dx.mul_(self.q))
+        dz = chunk.of_pairs(dz)
+        return dict(q=of_q, k=dk, a=chunk.over_events(dz), b=chunk.over_candidates(dz))
+
+
+class PerCandidate:
+    """The first linear of a chunk as GEMMs of all events: that of a candidate has the weight
+    D ∘ q, and a in one column more, which meets ones. As `PerPair`, whose products of pairs take
+    longer than those of weights where a candidate has more events than E."""
+
+    def __init__(
+        self, chunk: Chunk, q: Tensor, k: Tensor, a: Tensor, b: Tensor, weight: Tensor
+    ) -> None:
+        self.chunk, self.weight = chunk, weight
+        s, c, n = chunk.shape
+        self.q = q.view(s, c, 1, -1)
+        weights = torch.cat([self.q * weight, a.view(s, c, -1, 1)], 3)
+        self.weights = weights.flatten(1, 2)  # [S, C · H, E + 1]
+        self.k = pad(k.view(s, n, -1), (0, 1), value=1.0)
+        self.z = (self.k @ self.weights.mT).view(s * n * c, -1)
+        chunk.of_pairs(self.z).add_(chunk.of_k(b))
+
+    def gradients(self, dz: Tensor, dweight: Tensor) -> dict[str, Tensor]:
+        """As of `PerPair`."""
+        s, c, n = self.chunk.shape
+        db = self.chunk.over_candidates(self.chunk.of_pairs(dz))
+        dz = dz.view(s, n, -1)
+        dk = dz @ self.weights[..., :-1]
+        dw = (dz.mT @ self.k).view(s * c, len(self.weight), -1)
+        dw, da = dw.split([dk.shape[2], 1], 2)
+        dweight += (dw * self.q.flatten(0, 1)).sum(0)
+        return dict(q=(dw * self.weight).sum(1), k=dk.flatten(0, 1), a=da.squeeze(2), b=db)
+
+
+FirstLayer = PerPair | PerCandidate
+
+
+def _is_long(chunk: Chunk | Single, width: int) -> TypeGuard[Chunk]:
+    return isinstance(chunk, Chunk) and chunk.shape[2] > width
 
 
 class _Operands:
@@ -195,39 +250,36 @@ class _Operands:
         tables: list[Tensor | None],
         activation: str,
     ) -> None:
-        self.dtype, self.activation = compute_dtype(rows[0]), activation
+        self.dtype = compute_dtype(rows[0])
         self.rows = dict(zip("qkabv", rows))
         self.weights, self.biases = ([x.to(self.dtype) for x in xs] for xs in (weights, biases))
-        self.tables = tables
+        self.units = [Units(activation, table) for table in tables]
 
     def take(self, name: str, rows: Tensor | slice) -> Tensor:
         """These rows of an operand."""
         return _rows(self.rows[name if name in self.rows else "k"], rows).to(self.dtype)
 
-    def pairs(self, chunk: Chunk | Single) -> Pairs:
-        """The chunk's products and first hidden layer."""
-        q, a = (chunk.of_q(self.take(x, chunk.q_rows)) for x in "qa")
-        k, b = (chunk.of_k(self.take(x, chunk.kv_rows)) for x in "kb")
-        x = (q * k).view(-1, q.shape[-1])
-        z = linear(x, self.weights[0])
-        chunk.of_pairs(z).add_(a).add_(b)
-        return Pairs(x, z)
+    def first(self, chunk: Chunk | Single) -> FirstLayer:
+        """The chunk's first linear."""
+        q, a = (self.take(x, chunk.q_rows) for x in "qa")
+        k, b = (self.take(x, chunk.kv_rows) for x in "kb")
+        form = PerCandidate if _is_long(chunk, q.shape[1]) else PerPair
+        return form(chunk, q, k, a, b, self.weights[0])
 
-    def hidden(self, z: Tensor, layers: int) -> tuple[list[Tensor], list[Tensor]]:
-        """z and h of the first layers, given z of the first one: `layers` of z, one less of h."""
-        zs, hs = [z], []
-        for layer in range(1, layers):
-            hs.append(_activated(zs[-1], self.activation, self.tables[layer - 1]))
-            zs.append(linear(hs[-1], self.weights[layer], self.biases[layer - 1]))
-        return zs, hs
+    def linear(self, layer: int, h: Tensor) -> Tensor:
+        """z of a later layer."""
+        return linear(h, self.weights[layer], self.biases[layer - 1])
 
-    def scores(self, chunk: Chunk | Single) -> tuple[Pairs, list[Tensor], list[Tensor], Tensor]:
-        """The chunk's pairs, all z and h, and its scores `[P]`."""
-        pairs, last = self.pairs(chunk), len(self.biases)
-        zs, hs = self.hidden(pairs.z, last)
-        hs.append(_activated(zs[-1], self.activation, self.tables[last - 1]))
-        s = torch.addmv(self.biases[-1], hs[-1], self.weights[-1].flatten())
-        return pairs, zs, hs, s
+    def scores(self, h: Tensor) -> Tensor:
+        """Of the last layer's h: `[P]`."""
+        return torch.addmv(self.biases[-1], h, self.weights[-1].flatten())
+
+    def before(self, chunk: Chunk | Single, layer: int) -> Tensor:
+        """z of a hidden layer."""
+        z = self.first(chunk).z
+        for at in range(layer):
+            z = self.linear(at + 1, self.units[at].activated(z))
+        return z
 
 
 def _empty_results(operands: list[Tensor], *_: object) -> tuple[Tensor, Tensor]:
@@ -267,7 +319,8 @@ def din_attention_cpu(
     given = _Operands(operands, weights, biases, tables, activation)
     out, lse = (x.zero_() for x in _empty_results(operands))
     for chunk in _chunks(segments, mask):
-        *_, p = given.scores(chunk)
+        last = len(given.units) - 1
+        p = given.scores(given.units[last].activated(given.before(chunk, last)))
         if softmax:
             p, lse[chunk.q_rows] = chunk.softmax(p)
         result = chunk.weighted(p, given.take("v", chunk.kv_rows))
@@ -297,7 +350,7 @@ def din_moments_cpu(
     given = _Operands(operands, weights, biases, tables, activation)
     parts = [operands[0].new_zeros((3, weights[layer].shape[0]), dtype=given.dtype)]
     for chunk in _chunks(segments, mask):
-        z = given.hidden(given.pairs(chunk).z, layer + 1)[0][-1]
+        z = given.before(chunk, layer)
         variance, mean = torch.var_mean(z, 0, correction=0)
         parts.append(torch.stack([torch.full_like(mean, len(z)), mean, variance * len(z)]))
     return joined_moments(torch.stack(parts))
@@ -361,7 +414,11 @@ class _Gradients:
     def add(self, chunk: Chunk | Single, do: Tensor, softmax: bool, layer: int) -> None:
         """Add the chunk's. do `[S · C, Ev]`: the result's gradients."""
         given = self.given
-        (x, _), zs, hs, p = given.scores(chunk)
+        first, kept = given.first(chunk), list[Kept]()
+        z = first.z
+        for at, units in enumerate(given.units):
+            kept.append(units.kept(given.linear(at, kept[-1].h) if at else z))
+        p = given.scores(kept[-1].h)
         ds = chunk.of_weights(do, given.take("v", chunk.kv_rows))
         if softmax:
             p, _ = chunk.softmax(p)
@@ -369,23 +426,18 @@ class _Gradients:
             ds = p * (chunk.of_pairs(ds) - chunk.of_q(total)).flatten()
         self._add_rows("v", chunk.kv_rows, chunk.of_values(p, do))
         dz = ds.unsqueeze(1)
-        for at in reversed(range(len(hs))):
-            self.weights[at + 1] += dz.mT @ hs[at]
+        for at in reversed(range(len(kept))):
+            self.weights[at + 1].addmm_(dz.mT, kept[at].h)
             self.biases[at] += dz.sum(0)
-            dh, weight, table = dz, given.weights[at + 1], given.tables[at]
-            dz, sums = unit_activation_gradients(dh @ weight, zs[at], given.activation, table)
+            weight = given.weights[at + 1]
+            dh = dz * weight if len(weight) == 1 else dz @ weight
+            dz, sums = given.units[at].gradients(dh, kept[at])
             if sums is not None:
                 self.sums[at] += sums
             if at == layer:
                 return
-        self.weights[0] += dz.mT @ x
-        dx, dz = chunk.of_pairs(dz @ given.weights[0]), chunk.of_pairs(dz)
-        q = chunk.of_q(given.take("q", chunk.q_rows))
-        k = chunk.of_k(given.take("k", chunk.kv_rows))
-        self._add_rows("a", chunk.q_rows, chunk.over_events(dz))
-        self._add_rows("b", chunk.kv_rows, chunk.over_candidates(dz))
-        self._add_rows("q", chunk.q_rows, chunk.over_events(dx * k))
-        self._add_rows("k", chunk.kv_rows, chunk.over_candidates(dx * q))
+        for name, rows in first.gradients(dz, self.weights[0]).items():
+            self._add_rows(name, chunk.kv_rows if name in "kb" else chunk.q_rows, rows)
 
     def _add_rows(self, name: str, rows: Tensor | slice, gradient: Tensor) -> None:
         x = self.rows[name if name in self.rows else "k"]
