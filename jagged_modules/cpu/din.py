@@ -9,7 +9,7 @@ hides are left out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from jagged_kernels.din.results import empty_gradients, joined_moments
@@ -27,9 +27,16 @@ CHUNK = 4096  # pairs: their hidden units stay in the processor's cache
 MASKED_CHUNK = 16  # chunks of pairs, of which a mask may hide most, at a time
 
 
+class Pairs(NamedTuple):
+    """The operands of a chunk. x: q ∘ k `[P, E]`. z: of the first layer `[P, H]`."""
+
+    x: Tensor
+    z: Tensor
+
+
 class Chunk(NamedTuple):
     """S segments of C candidates and N events: indices of their rows, and how many of each. Pairs
-    are in the order of segments, events and candidates."""
+    are in the order of segments, candidates and events."""
 
     q_rows: Tensor
     kv_rows: Tensor
@@ -38,45 +45,44 @@ class Chunk(NamedTuple):
     def of_q(self, x: Tensor) -> Tensor:
         """Rows of candidates, as operands of `of_pairs`."""
         s, c, _ = self.shape
-        return x.view(s, 1, c, -1)
+        return x.view(s, c, 1, -1)
 
     def of_k(self, x: Tensor) -> Tensor:
         """Rows of events, as operands of `of_pairs`."""
         s, _, n = self.shape
-        return x.view(s, n, 1, -1)
+        return x.view(s, 1, n, -1)
 
     def of_pairs(self, x: Tensor) -> Tensor:
         """Rows of pairs `[P, width]` or `[P]`."""
-        s, c, n = self.shape
-        return x.view(s, n, c, -1)
+        return x.view(*self.shape, -1)
 
     def over_events(self, x: Tensor) -> Tensor:
         """The sums of `of_pairs` for each candidate."""
-        return x.sum(1).flatten(0, 1)
+        return x.sum(2).flatten(0, 1)
 
     def over_candidates(self, x: Tensor) -> Tensor:
         """The sums of `of_pairs` for each event."""
-        return x.sum(2).flatten(0, 1)
+        return x.sum(1).flatten(0, 1)
 
     def softmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Of scores `[P]`, and their log-sum-exp for each candidate."""
-        scores = self.of_pairs(scores)
-        return scores.softmax(1).flatten(), scores.logsumexp(1).flatten()
+        scores = scores.view(self.shape)
+        return scores.softmax(2).flatten(), scores.logsumexp(2).flatten()
 
     def weighted(self, p: Tensor, v: Tensor) -> Tensor:
         """Σ p v for each candidate."""
         s, _, n = self.shape
-        return (p.view(s, n, -1).mT @ v.view(s, n, -1)).flatten(0, 1)
+        return (p.view(self.shape) @ v.view(s, n, -1)).flatten(0, 1)
 
     def of_weights(self, do: Tensor, v: Tensor) -> Tensor:
         """The gradient of p: do · v of each pair."""
         s, c, n = self.shape
-        return (v.view(s, n, -1) @ do.view(s, c, -1).mT).flatten()
+        return (do.view(s, c, -1) @ v.view(s, n, -1).mT).flatten()
 
     def of_values(self, p: Tensor, do: Tensor) -> Tensor:
         """The gradient of v: Σ p do for each event."""
-        s, c, n = self.shape
-        return (p.view(s, n, c) @ do.view(s, c, -1)).flatten(0, 1)
+        s, c, _ = self.shape
+        return (p.view(self.shape).mT @ do.view(s, c, -1)).flatten(0, 1)
 
 
 class Single(NamedTuple):
@@ -169,76 +175,6 @@ def _indices(rows: Rows) -> Tensor:
     return found.view(-1, rows.length)
 
 
-class PerPair:
-    """The first linear of rows of pairs: z = D (q ∘ k) + a + b.
-
-    Args:
-        q, k, a, b: rows of the chunk's candidates and events.
-        weight: D.
-    """
-
-    def __init__(
-        self,
-        chunk: Chunk | Single,
-        q: Tensor,
-        k: Tensor,
-        a: Tensor,
-        b: Tensor,
-        weight: Tensor,
-    ) -> None:
-        self.chunk, self.weight = chunk, weight
-        self.q, self.k = chunk.of_q(q), chunk.of_k(k)
-        self.x = (self.q * self.k).view(-1, q.shape[-1])
-        self.z = linear(self.x, weight)
-        chunk.of_pairs(self.z).add_(chunk.of_q(a)).add_(chunk.of_k(b))
-
-    def gradients(self, dz: Tensor, dweight: Tensor) -> dict[str, Tensor]:
-        """Those of rows of q, k, a and b. Adds that of D to dweight."""
-        chunk = self.chunk
-        dweight.addmm_(dz.mT, self.x)
-        dx = chunk.of_pairs(torch.mm(dz, self.weight, out=self.x))
-        of_q = chunk.over_events(dx * self.k)
-        dk = chunk.over_candidates(dx.mul_(self.q))
-        dz = chunk.of_pairs(dz)
-        return dict(q=of_q, k=dk, a=chunk.over_events(dz), b=chunk.over_candidates(dz))
-
-
-class PerCandidate:
-    """The first linear of a chunk as GEMMs of all events: that of a candidate has the weight
-    D ∘ q, and a in one column more, which meets ones. As `PerPair`, whose products of pairs take
-    longer than those of weights where a candidate has more events than E."""
-
-    def __init__(
-        self, chunk: Chunk, q: Tensor, k: Tensor, a: Tensor, b: Tensor, weight: Tensor
-    ) -> None:
-        self.chunk, self.weight = chunk, weight
-        s, c, n = chunk.shape
-        self.q = q.view(s, c, 1, -1)
-        weights = torch.cat([self.q * weight, a.view(s, c, -1, 1)], 3)
-        self.weights = weights.flatten(1, 2)  # [S, C · H, E + 1]
-        self.k = pad(k.view(s, n, -1), (0, 1), value=1.0)
-        self.z = (self.k @ self.weights.mT).view(s * n * c, -1)
-        chunk.of_pairs(self.z).add_(chunk.of_k(b))
-
-    def gradients(self, dz: Tensor, dweight: Tensor) -> dict[str, Tensor]:
-        """As of `PerPair`."""
-        s, c, n = self.chunk.shape
-        db = self.chunk.over_candidates(self.chunk.of_pairs(dz))
-        dz = dz.view(s, n, -1)
-        dk = dz @ self.weights[..., :-1]
-        dw = (dz.mT @ self.k).view(s * c, len(self.weight), -1)
-        dw, da = dw.split([dk.shape[2], 1], 2)
-        dweight += (dw * self.q.flatten(0, 1)).sum(0)
-        return dict(q=(dw * self.weight).sum(1), k=dk.flatten(0, 1), a=da.squeeze(2), b=db)
-
-
-FirstLayer = PerPair | PerCandidate
-
-
-def _is_long(chunk: Chunk | Single, width: int) -> TypeGuard[Chunk]:
-    return isinstance(chunk, Chunk) and chunk.shape[2] > width
-
-
 class _Operands:
     """The operator's tensors in the dtype of its arithmetic."""
 
@@ -259,24 +195,25 @@ class _Operands:
         """These rows of an operand."""
         return _rows(self.rows[name if name in self.rows else "k"], rows).to(self.dtype)
 
-    def first(self, chunk: Chunk | Single) -> FirstLayer:
-        """The chunk's first linear."""
-        q, a = (self.take(x, chunk.q_rows) for x in "qa")
-        k, b = (self.take(x, chunk.kv_rows) for x in "kb")
-        form = PerCandidate if _is_long(chunk, q.shape[1]) else PerPair
-        return form(chunk, q, k, a, b, self.weights[0])
+    def pairs(self, chunk: Chunk | Single) -> Pairs:
+        """The chunk's products and first hidden layer."""
+        q, a = (chunk.of_q(self.take(x, chunk.q_rows)) for x in "qa")
+        k, b = (chunk.of_k(self.take(x, chunk.kv_rows)) for x in "kb")
+        x = (q * k).view(-1, q.shape[-1])
+        z = (a + b).view(len(x), -1)
+        return Pairs(x, z.addmm_(x, self.weights[0].mT))
 
     def linear(self, layer: int, h: Tensor) -> Tensor:
         """z of a later layer."""
         return linear(h, self.weights[layer], self.biases[layer - 1])
 
     def scores(self, h: Tensor) -> Tensor:
-        """Of the last layer's h: `[P]`."""
+        """`[P]`, of the last hidden layer's h."""
         return torch.addmv(self.biases[-1], h, self.weights[-1].flatten())
 
-    def before(self, chunk: Chunk | Single, layer: int) -> Tensor:
-        """z of a hidden layer."""
-        z = self.first(chunk).z
+    def hidden(self, chunk: Chunk | Single, layer: int) -> Tensor:
+        """The chunk's z of a hidden layer."""
+        z = self.pairs(chunk).z
         for at in range(layer):
             z = self.linear(at + 1, self.units[at].activated(z))
         return z
@@ -317,10 +254,10 @@ def din_attention_cpu(
         `[R, Ev]` of q's dtype, and the scores' log-sum-exp `[R]`, 0 without softmax.
     """
     given = _Operands(operands, weights, biases, tables, activation)
+    last = len(tables) - 1
     out, lse = (x.zero_() for x in _empty_results(operands))
     for chunk in _chunks(segments, mask):
-        last = len(given.units) - 1
-        p = given.scores(given.units[last].activated(given.before(chunk, last)))
+        p = given.scores(given.units[last].activated(given.hidden(chunk, last)))
         if softmax:
             p, lse[chunk.q_rows] = chunk.softmax(p)
         result = chunk.weighted(p, given.take("v", chunk.kv_rows))
@@ -350,7 +287,7 @@ def din_moments_cpu(
     given = _Operands(operands, weights, biases, tables, activation)
     parts = [operands[0].new_zeros((3, weights[layer].shape[0]), dtype=given.dtype)]
     for chunk in _chunks(segments, mask):
-        z = given.before(chunk, layer)
+        z = given.hidden(chunk, layer)
         variance, mean = torch.var_mean(z, 0, correction=0)
         parts.append(torch.stack([torch.full_like(mean, len(z)), mean, variance * len(z)]))
     return joined_moments(torch.stack(parts))
@@ -414,8 +351,7 @@ class _Gradients:
     def add(self, chunk: Chunk | Single, do: Tensor, softmax: bool, layer: int) -> None:
         """Add the chunk's. do `[S · C, Ev]`: the result's gradients."""
         given = self.given
-        first, kept = given.first(chunk), list[Kept]()
-        z = first.z
+        (x, z), kept = given.pairs(chunk), list[Kept]()
         for at, units in enumerate(given.units):
             kept.append(units.kept(given.linear(at, kept[-1].h) if at else z))
         p = given.scores(kept[-1].h)
@@ -436,8 +372,14 @@ class _Gradients:
                 self.sums[at] += sums
             if at == layer:
                 return
-        for name, rows in first.gradients(dz, self.weights[0]).items():
-            self._add_rows(name, chunk.kv_rows if name in "kb" else chunk.q_rows, rows)
+        self.weights[0].addmm_(dz.mT, x)
+        dx, dz = chunk.of_pairs(torch.mm(dz, given.weights[0], out=x)), chunk.of_pairs(dz)
+        q = chunk.of_q(given.take("q", chunk.q_rows))
+        k = chunk.of_k(given.take("k", chunk.kv_rows))
+        self._add_rows("a", chunk.q_rows, chunk.over_events(dz))
+        self._add_rows("b", chunk.kv_rows, chunk.over_candidates(dz))
+        self._add_rows("q", chunk.q_rows, chunk.over_events(dx * k))
+        self._add_rows("k", chunk.kv_rows, chunk.over_candidates(dx.mul_(q)))
 
     def _add_rows(self, name: str, rows: Tensor | slice, gradient: Tensor) -> None:
         x = self.rows[name if name in self.rows else "k"]

@@ -4,14 +4,14 @@ few passes over memory as torch's operators allow. The arguments are overwritten
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..unit_activations import UnitTable
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 class Kept(NamedTuple):
@@ -29,14 +29,15 @@ class Units:
     def __init__(self, name: str, table: Tensor | None) -> None:
         self.name = name
         self.table = None if table is None else UnitTable(*table)
-        if name == "dice" and self.table is not None:
-            t = self.table
-            self.rest = 1 - t.slope
-            self.scale = t.rstd * t.weight  # of z in the sigmoid
-            self.shift = t.bias - t.mean * self.scale
-            self.pulls = None
-            if t.d0.any() or t.d1.any():
-                self.pulls = t.d0 - t.d1 * t.mean * t.rstd, t.d1 * t.rstd
+        if name != "dice" or self.table is None:
+            return
+        t = self.table
+        self.rest = 1 - t.slope
+        self.scale = t.rstd * t.weight  # of z in the sigmoid
+        self.shift = t.bias - t.mean * self.scale
+        self.pulls = None
+        if t.d0.any() or t.d1.any():
+            self.pulls = t.d0 - t.d1 * t.mean * t.rstd, t.d1 * t.rstd
 
     def activated(self, z: Tensor) -> Tensor:
         """h `[P, H]`, in z's memory if that is possible."""
@@ -53,10 +54,8 @@ class Units:
         """h, and what else `gradients` reads."""
         if self.name == "silu":
             return Kept(z, torch.nn.functional.silu(z))
-        if self.table is None:
-            return Kept(None, self.activated(z))
-        if self.name == "prelu":
-            return Kept(z, self.activated(z))
+        if self.name != "dice" or self.table is None:
+            return Kept(None if self.table is None else z, self.activated(z))
         p = torch.addcmul(self.shift, z, self.scale).sigmoid_()
         return Kept(z, torch.addcmul(self.table.slope, p, self.rest).mul_(z), p)
 
@@ -68,19 +67,18 @@ class Units:
             return _BACKWARD[self.name](dh, of), None
         if self.table is None or kept.z is None:
             return dh, None
-        if self.name == "prelu":
-            dz = aten.threshold_backward(dh, kept.z, 0)
-            below = dh.sub_(dz)  # the gradients of h where z <= 0
-            dz.addcmul_(below, self.table.slope)
-            dslope = below.mul_(kept.z).sum(0)
-            zero = torch.zeros_like(dslope)
-            return dz, torch.stack([dslope, zero, zero])
-        return self._of_dice(dh, kept.z, kept.p)
+        if kept.p is not None:
+            return self._of_dice(self.table, dh, kept.z, kept.p)
+        dz = aten.threshold_backward(dh, kept.z, 0)
+        below = dh.sub_(dz)  # the gradients of h where z <= 0
+        dz.addcmul_(below, self.table.slope)
+        dslope = below.mul_(kept.z).sum(0)
+        zero = torch.zeros_like(dslope)
+        return dz, torch.stack([dslope, zero, zero])
 
-    def _of_dice(self, dh: Tensor, z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_dice(self, table: UnitTable, dh: Tensor, z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
         """With n = (z - mean) · rstd, and g = dh · z · (1 - slope) · p (1 - p), the gradient of the
         sigmoid's input: dz = dh (p + slope (1 - p)) + g · rstd · weight + d0 + d1 · n."""
-        table = self.table
         g = dh * z
         dslope = g.sum(0)
         g.mul_(p)
