@@ -27,6 +27,7 @@ ROWS = {
     "(jagged )?self-attention": ("attention", "jagged self-attention", "B64 N2048 H4 D(64|128)"),
     "GDPA": ("gdpa", r"GDPA \(gelu_tanh\)", "q and kv jagged L=1024"),
     "HSTU's attention": ("gdpa", "HSTU .*", "B128 N2048 D64"),
+    "HSTU (attention|layer)": ("leaderboard", "HSTU .*", ".*"),
     "linear compression": ("linear_compress", "batch size.*", "B=1024"),
     "block-diagonal attention": ("block_attention", "block attention.*|with rotary.*", "1609731.*"),
     "the same with rotary": ("block_attention", "with rotary.*", "1609731.*"),
