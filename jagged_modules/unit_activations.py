@@ -84,26 +84,6 @@ def unit_activation(z: Tensor, name: str, units: UnitTable | Tensor | None) -> T
     return z * (p + units.slope * (1 - p))
 
 
-def unit_activation_gradients(
-    dh: Tensor, z: Tensor, name: str, units: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """The gradient of z `[P, H]`, and sums over P `[3, H]`: the gradients of slope, bias and
-    weight; None without parameters."""
-    if name not in WITH_PARAMETERS or units is None:
-        return POINTWISE[name].backward(dh, z), None
-    table = UnitTable(*units)
-    if name == "prelu":
-        dslope = torch.where(z > 0, 0, dh * z).sum(0)
-        zero = torch.zeros_like(dslope)
-        return torch.where(z > 0, dh, table.slope * dh), torch.stack([dslope, zero, zero])
-    n = (z - table.mean) * table.rstd
-    p = torch.sigmoid(n * table.weight + table.bias)
-    g = dh * z * (1 - table.slope) * p * (1 - p)  # the gradient of the sigmoid's input
-    dz = dh * (p + table.slope * (1 - p)) + g * (table.weight * table.rstd)
-    sums = torch.stack([(dh * z * (1 - p)).sum(0), g.sum(0), (g * n).sum(0)])
-    return dz + table.d0 + table.d1 * n, sums
-
-
 def statistics_table(
     units: UnitParameters, layer: int, mean: Tensor, variance: Tensor
 ) -> UnitTable:

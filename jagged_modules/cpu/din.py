@@ -19,8 +19,8 @@ from torch.nn.functional import linear, pad
 
 from ..autocast import host_operator
 from ..masks import AttentionMask, is_visible
-from ..unit_activations import UnitTable, unit_activation, unit_activation_gradients
 from .buckets import Rows, compute_dtype, groups
+from .din_units import Kept, Units
 from .one_query import are_single, bags, chunks, segment_softmax
 
 CHUNK = 4096  # pairs: their hidden units stay in the processor's cache
@@ -175,15 +175,6 @@ def _indices(rows: Rows) -> Tensor:
     return found.view(-1, rows.length)
 
 
-def _activated(z: Tensor, name: str, table: Tensor | None) -> Tensor:
-    """`unit_activation`. Dice in six passes over z, most of them in place, instead of nine."""
-    if name != "dice" or table is None:
-        return unit_activation(z, name, table)
-    units = UnitTable(*table)
-    p = (z - units.mean).mul_(units.rstd * units.weight).add_(units.bias).sigmoid_()
-    return torch.lerp(units.slope, torch.ones_like(units.slope), p).mul_(z)
-
-
 class _Operands:
     """The operator's tensors in the dtype of its arithmetic."""
 
@@ -195,10 +186,10 @@ class _Operands:
         tables: list[Tensor | None],
         activation: str,
     ) -> None:
-        self.dtype, self.activation = compute_dtype(rows[0]), activation
+        self.dtype = compute_dtype(rows[0])
         self.rows = dict(zip("qkabv", rows))
         self.weights, self.biases = ([x.to(self.dtype) for x in xs] for xs in (weights, biases))
-        self.tables = tables
+        self.units = [Units(activation, table) for table in tables]
 
     def take(self, name: str, rows: Tensor | slice) -> Tensor:
         """These rows of an operand."""
@@ -209,25 +200,23 @@ class _Operands:
         q, a = (chunk.of_q(self.take(x, chunk.q_rows)) for x in "qa")
         k, b = (chunk.of_k(self.take(x, chunk.kv_rows)) for x in "kb")
         x = (q * k).view(-1, q.shape[-1])
-        z = linear(x, self.weights[0])
-        chunk.of_pairs(z).add_(a).add_(b)
-        return Pairs(x, z)
+        z = (a + b).view(len(x), -1)
+        return Pairs(x, z.addmm_(x, self.weights[0].mT))
 
-    def hidden(self, z: Tensor, layers: int) -> tuple[list[Tensor], list[Tensor]]:
-        """z and h of the first layers, given z of the first one: `layers` of z, one less of h."""
-        zs, hs = [z], []
-        for layer in range(1, layers):
-            hs.append(_activated(zs[-1], self.activation, self.tables[layer - 1]))
-            zs.append(linear(hs[-1], self.weights[layer], self.biases[layer - 1]))
-        return zs, hs
+    def linear(self, layer: int, h: Tensor) -> Tensor:
+        """z of a later layer."""
+        return linear(h, self.weights[layer], self.biases[layer - 1])
 
-    def scores(self, chunk: Chunk | Single) -> tuple[Pairs, list[Tensor], list[Tensor], Tensor]:
-        """The chunk's pairs, all z and h, and its scores `[P]`."""
-        pairs, last = self.pairs(chunk), len(self.biases)
-        zs, hs = self.hidden(pairs.z, last)
-        hs.append(_activated(zs[-1], self.activation, self.tables[last - 1]))
-        s = torch.addmv(self.biases[-1], hs[-1], self.weights[-1].flatten())
-        return pairs, zs, hs, s
+    def scores(self, h: Tensor) -> Tensor:
+        """`[P]`, of the last hidden layer's h."""
+        return torch.addmv(self.biases[-1], h, self.weights[-1].flatten())
+
+    def hidden(self, chunk: Chunk | Single, layer: int) -> Tensor:
+        """The chunk's z of a hidden layer."""
+        z = self.pairs(chunk).z
+        for at in range(layer):
+            z = self.linear(at + 1, self.units[at].activated(z))
+        return z
 
 
 def _empty_results(operands: list[Tensor], *_: object) -> tuple[Tensor, Tensor]:
@@ -265,9 +254,10 @@ def din_attention_cpu(
         `[R, Ev]` of q's dtype, and the scores' log-sum-exp `[R]`, 0 without softmax.
     """
     given = _Operands(operands, weights, biases, tables, activation)
+    last = len(tables) - 1
     out, lse = (x.zero_() for x in _empty_results(operands))
     for chunk in _chunks(segments, mask):
-        *_, p = given.scores(chunk)
+        p = given.scores(given.units[last].activated(given.hidden(chunk, last)))
         if softmax:
             p, lse[chunk.q_rows] = chunk.softmax(p)
         result = chunk.weighted(p, given.take("v", chunk.kv_rows))
@@ -297,7 +287,7 @@ def din_moments_cpu(
     given = _Operands(operands, weights, biases, tables, activation)
     parts = [operands[0].new_zeros((3, weights[layer].shape[0]), dtype=given.dtype)]
     for chunk in _chunks(segments, mask):
-        z = given.hidden(given.pairs(chunk).z, layer + 1)[0][-1]
+        z = given.hidden(chunk, layer)
         variance, mean = torch.var_mean(z, 0, correction=0)
         parts.append(torch.stack([torch.full_like(mean, len(z)), mean, variance * len(z)]))
     return joined_moments(torch.stack(parts))
@@ -361,7 +351,10 @@ class _Gradients:
     def add(self, chunk: Chunk | Single, do: Tensor, softmax: bool, layer: int) -> None:
         """Add the chunk's. do `[S · C, Ev]`: the result's gradients."""
         given = self.given
-        (x, _), zs, hs, p = given.scores(chunk)
+        (x, z), kept = given.pairs(chunk), list[Kept]()
+        for at, units in enumerate(given.units):
+            kept.append(units.kept(given.linear(at, kept[-1].h) if at else z))
+        p = given.scores(kept[-1].h)
         ds = chunk.of_weights(do, given.take("v", chunk.kv_rows))
         if softmax:
             p, _ = chunk.softmax(p)
@@ -369,23 +362,24 @@ class _Gradients:
             ds = p * (chunk.of_pairs(ds) - chunk.of_q(total)).flatten()
         self._add_rows("v", chunk.kv_rows, chunk.of_values(p, do))
         dz = ds.unsqueeze(1)
-        for at in reversed(range(len(hs))):
-            self.weights[at + 1] += dz.mT @ hs[at]
+        for at in reversed(range(len(kept))):
+            self.weights[at + 1].addmm_(dz.mT, kept[at].h)
             self.biases[at] += dz.sum(0)
-            dh, weight, table = dz, given.weights[at + 1], given.tables[at]
-            dz, sums = unit_activation_gradients(dh @ weight, zs[at], given.activation, table)
+            weight = given.weights[at + 1]
+            dh = dz * weight if len(weight) == 1 else dz @ weight
+            dz, sums = given.units[at].gradients(dh, kept[at])
             if sums is not None:
                 self.sums[at] += sums
             if at == layer:
                 return
-        self.weights[0] += dz.mT @ x
-        dx, dz = chunk.of_pairs(dz @ given.weights[0]), chunk.of_pairs(dz)
+        self.weights[0].addmm_(dz.mT, x)
+        dx, dz = chunk.of_pairs(torch.mm(dz, given.weights[0], out=x)), chunk.of_pairs(dz)
         q = chunk.of_q(given.take("q", chunk.q_rows))
         k = chunk.of_k(given.take("k", chunk.kv_rows))
         self._add_rows("a", chunk.q_rows, chunk.over_events(dz))
         self._add_rows("b", chunk.kv_rows, chunk.over_candidates(dz))
         self._add_rows("q", chunk.q_rows, chunk.over_events(dx * k))
-        self._add_rows("k", chunk.kv_rows, chunk.over_candidates(dx * q))
+        self._add_rows("k", chunk.kv_rows, chunk.over_candidates(dx.mul_(q)))
 
     def _add_rows(self, name: str, rows: Tensor | slice, gradient: Tensor) -> None:
         x = self.rows[name if name in self.rows else "k"]
