@@ -80,10 +80,8 @@ class Units:
         """With n = (z - mean) · rstd, and g = dh · z · (1 - slope) · p (1 - p), the gradient of the
         sigmoid's input: dz = dh (p + slope (1 - p)) + g · rstd · weight + d0 + d1 · n."""
         g = dh * z
-        dslope = g.sum(0)
+        dslope = g.addcmul_(g, p, value=-1).sum(0)
         g.mul_(p)
-        dslope -= g.sum(0)
-        g.addcmul_(g, p, value=-1)
         dz = torch.addcmul(table.slope, p, self.rest, out=p).mul_(dh)
         dz.addcmul_(g, self.rest * self.scale)
         if self.pulls is not None:
