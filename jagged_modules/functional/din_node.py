@@ -18,6 +18,7 @@ from torch import Tensor
 from ..cpu.buckets import compute_dtype
 from ..cpu.din import din_attention_backward_cpu, din_attention_cpu, din_moments_cpu
 from ..unit_activations import UnitParameters, UnitTable
+from .nodes import apply
 
 
 class DINOperators(NamedTuple):
@@ -75,8 +76,7 @@ def weighted_events(tensors: DINTensors, call: DINCall, units: UnitParameters | 
     flat = [x for group in tensors for x in group]
     sizes = [len(group) for group in tensors]
     eps = 0.0 if units is None else units.eps
-    node: Any = _Node
-    return node.apply(call, sizes, eps, statistics, *flat)
+    return apply(_Node, call, sizes, eps, statistics, *flat)
 
 
 def _statistics(tensors: DINTensors, call: DINCall, units: UnitParameters) -> list[Tensor]:

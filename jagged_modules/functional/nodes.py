@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from ..autocast import autocast_dtype
+from ..tracing import is_exporting
 
 
 def apply(node: Any, *inputs: Any) -> Any:
     """The results of a node, an autograd.Function. Where no backward can follow, its forward runs
     alone and saves nothing: under torch.no_grad(), `needs_input_grad` may still be true, and what
-    was saved lives until the forward returns."""
-    if torch.is_grad_enabled():
+    was saved lives until the forward returns. So it does in torch.export, which records the
+    forward's operators: torch.export.draft_export of 2.13 fails at what a node detaches."""
+    if torch.is_grad_enabled() and not is_exporting():
         for x in inputs:
             if isinstance(x, Tensor) and x.requires_grad:
                 return node.apply(*inputs)

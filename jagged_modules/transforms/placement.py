@@ -34,8 +34,8 @@ Fusion = TargetAttention | LevelAttention | SegmentAttention | Compression | DIN
 # of estimates of work, at least: values that were just written are read from a cache. A smaller
 # gain may be a loss
 ERROR = 0.25
-# of the work of operators on values that stay in a cache: measured of sigmoid and Dice
-OF_CACHED = 0.5
+# of the work of operators on values that stay in a cache: measured of ReLU, sigmoid and Dice
+OF_CACHED = 0.2
 # that a thread of torch's CUDA kernels copies at once, if slices of rows are contiguous and a
 # multiple of it
 VECTOR_BYTES = 16
@@ -122,20 +122,27 @@ class Costs:
         self._counted: dict[fx.Node, float] = {}
 
     def of(
-        self, node: fx.Node, flops: float, bytes: float, one_by_one: float = 0, computed: float = 0
+        self,
+        node: fx.Node,
+        flops: float,
+        bytes: float,
+        one_by_one: float = 0,
+        computed: float = 0,
+        share: float = 1.0,
     ) -> Cost:
         """Of one kernel, on the device and in the dtype of a node. one_by_one: elements that are
-        copied by themselves. computed: elements on which the node's operator computes."""
+        copied by themselves. computed: elements on which the node's operator computes. share: of
+        the node's rows, which a GEMM computes."""
         value = flat(node.meta["val"])[0]
         processor = CPU if value.device.type == "cpu" else GPU
         rate = processor.flops_16_bit if value.element_size() == 2 else processor.flops
         if flops:
-            rate *= self._efficiency(node, processor)
+            rate *= self._efficiency(node, processor, share)
         work = max(bytes, one_by_one * processor.element) + flops / rate
         work += computed * processor.elements.get(node.target, 0)
         return Cost(flops, bytes, 1, work, processor.kernel)
 
-    def _efficiency(self, node: fx.Node, processor: Processor) -> float:
+    def _efficiency(self, node: fx.Node, processor: Processor, share: float) -> float:
         """Share of a GEMM's rate, by the smallest size of its matrices."""
         shapes = [
             list(map(self.estimate, shape_of(x.meta["val"])))
@@ -146,8 +153,9 @@ class Costs:
             return 1.0
         of_weight = any(len(shape) == 2 for shape in shapes)
         # the rows of a batch are one dimension of a product with a weight
-        sizes = [shape[-1] for shape in shapes] if of_weight else sum((x[-2:] for x in shapes), [])
-        smallest = min(sizes)
+        rows = share * math.prod(shapes[-1][:-1])
+        sizes = [x[-1] for x in shapes] if of_weight else sum((x[-2:] for x in shapes), [])
+        smallest = min(*sizes, max(rows, 1))
         # attention is one kernel, which does not write its scores
         is_plain = of_weight or node.target is aten.scaled_dot_product_attention.default
         return smallest / (smallest + (processor.edge if is_plain else processor.batched_edge))
@@ -267,9 +275,9 @@ class Costs:
         moved = sum(self.bytes(x) * share(x) for x in operands) + self.bytes(node) * share(node)
         if node.target is not aten.cat.default:
             computed = max(self.elements(first_of(x.meta["val"])) for x in (*operands, node))
-            return self.of(
-                node, self._flops(node) * share(node), moved, computed=computed * share(node)
-            )
+            own = share(node)
+            flops = self._flops(node) * own
+            return self.of(node, flops, moved, computed=computed * own, share=own)
         value = node.meta["val"]
         dim = Call(node, {}).dim("dim", value.dim())
         vectors = all(self.is_vector(x.meta["val"], dim) for x in operands)

@@ -65,8 +65,10 @@ _ELEMENTS = {
     for cost, names in OF_CPU.items()
     for name in names.split()
 }
-# CPU, one thread of an AMD EPYC: 75 GFLOP/s of a GEMM, 3 µs a call of a small operator, 20 GB/s of
-# a copy. Its copies are by rows. A GEMM of a batch of [27, 32] by [32, 27] has a third of the rate.
+# CPU, one thread: of an AMD EPYC 75 GFLOP/s of a GEMM, 3 µs a call of a small operator, 20 GB/s of
+# a copy; of an Intel Xeon with AVX-512 115 GFLOP/s, and 10 GB/s for 20 MB, 23 for 2 MB. The FLOPs
+# per byte are between those. Copies are by rows. A GEMM of a batch of [27, 32] by [32, 27] has a
+# third of the rate, one of 16 rows by [1280, 512] a half.
 # GPU, one H200: 722 TFLOP/s of a bf16 GEMM, 67 of fp32, 4.24 TB/s of a copy, 2 µs a small kernel in
 # a CUDA graph. Element by element, index_select copied 8.4 million elements in 40 µs and cat 11.2
 # million in 34 µs: 3.8 ps each.
@@ -75,7 +77,7 @@ _ELEMENTS = {
 # the time of 60 operators, a compression in that of 15; a host that issues an operator in 8 µs is
 # assumed. One thread of the EPYC takes 10, 900 and 80 µs.
 CPU = Processor(
-    3.75, 3.75, kernel=60e3, element=0, call=2e5, attention=18e6, compression=1.6e6, edge=12,
+    6.5, 6.5, kernel=60e3, element=0, call=2e5, attention=18e6, compression=1.6e6, edge=12,
     batched_edge=45, masked_score=100, elements=_ELEMENTS,
 )  # fmt: skip
 GPU = Processor(

@@ -211,6 +211,13 @@ CASES = {  # the last ones consist of the others, or vary them
             ),
         ),
         Case("HSTUStack", OnRows, lambda **options: jm.HSTUStack(WIDTH, HEADS, 2, HSTU, **options)),
+        Case(
+            "JaggedDINAttention-mask",
+            OnCandidates,
+            lambda **options: jm.JaggedDINAttention(
+                WIDTH, (20, 9), mask=jm.AttentionMask(causal=True, window=(20, None)), **options
+            ),
+        ),
         Case("JaggedGDPA-seeds", Pooled, gdpa(num_seeds=8)),
         Case("JaggedGDPA-weights", OnRows, gdpa(num_weights=8)),
     )
