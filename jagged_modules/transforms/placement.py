@@ -152,13 +152,14 @@ class Costs:
         if node.target not in (*PRODUCTS, aten.scaled_dot_product_attention.default) or not shapes:
             return 1.0
         of_weight = any(len(shape) == 2 for shape in shapes)
-        # the rows of a batch are one dimension of a product with a weight
-        rows = share * math.prod(shapes[-1][:-1])
         sizes = [x[-1] for x in shapes] if of_weight else sum((x[-2:] for x in shapes), [])
-        smallest = min(*sizes, max(rows, 1))
         # attention is one kernel, which does not write its scores
         is_plain = of_weight or node.target is aten.scaled_dot_product_attention.default
-        return smallest / (smallest + (processor.edge if is_plain else processor.batched_edge))
+        edge = processor.edge if is_plain else processor.batched_edge
+        # the rows of a batch are one dimension of a product with a weight, which costs as much as
+        # so many rows more: linear in the rows, as a guard is
+        rows = max(share * math.prod(shapes[-1][:-1]), 1) if of_weight else math.inf
+        return 1 / (1 + edge / min(sizes) + edge / rows)
 
     def bytes(self, node: Any) -> float:
         tensors = [x for x in flat(node.meta.get("val")) if isinstance(x, torch.Tensor)]

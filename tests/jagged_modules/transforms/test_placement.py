@@ -226,14 +226,13 @@ def test_a_cost_is_the_sum_of_its_terms(gpu_costs):
 
 
 def test_a_gemm_of_few_rows_has_a_lower_rate():
-    """On a CPU: that of the users has the rate of a matrix with as many columns."""
+    """On a CPU: a weight costs as much as more rows."""
     shapes = (64,), (64,), (64, 64)
     fused = fused_for(lambda user, item, layer: layer(user) * item, *shapes, dtype=torch.float32)
     site_of, cpu = site(fused, "linear"), placement.CPU
     for cost, rows in ((site_of.before, CANDIDATES), (site_of.after, USERS)):
-        smallest, flops = min(rows, 64), 2 * rows * 64 * 64
-        rate = cpu.flops * smallest / (smallest + cpu.edge)
-        assert cost.work == pytest.approx(4 * (2 * rows * 64 + 64 * 64) + flops / rate)
+        flops = 2 * 64 * 64 * (rows * (1 + cpu.edge / 64) + cpu.edge)
+        assert cost.work == pytest.approx(4 * (2 * rows * 64 + 64 * 64) + flops / cpu.flops)
 
 
 def test_reshapes_cost_nothing_where_a_view_has_the_shape():

@@ -2,6 +2,7 @@
 and exported programs of the ranges."""
 
 import copy
+import dataclasses
 import itertools
 import random
 
@@ -51,7 +52,12 @@ def tower():
     torch.manual_seed(0)
     model = Tower().double().eval()
     example = torch.randn(64, 32).double(), torch.randn(64, 32).double()
-    return model, fuse_broadcasts(model, example, request_only=["user"], max_batch=LIMITS)
+    # of a processor where the model itself is as good wherever the head is whole
+    slow = dataclasses.replace(placement.CPU, flops=3.75, edge=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "CPU", slow)
+        fused = fuse_broadcasts(model, example, request_only=["user"], max_batch=LIMITS)
+    return model, fused
 
 
 # -- the sizes of each operator --------------------------------------------------------------------
