@@ -64,7 +64,8 @@ def graphed(
     have no graphs.
 
     The module must compute each row or segment by itself, as this package's layers do. A loss or a
-    mean over the batch belongs outside.
+    mean over the batch belongs outside. Give a `JaggedDINAttention` with a mask, which counts a
+    user's candidates, a `CandidateIndex`: the padding of a plain map is candidates of user 0.
 
     Runs the module without a graph: on other devices than CUDA, under torch.compile, torch.fx,
     torch.func and `debug_checks`, inside another capture, for sizes above `capacities`, and in a

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 import jagged_modules as jm
 
-from ..marks import slow_after
+from ..marks import SLOW, slow_after
 from .cases import CASES, SIZES, Compressed, make, training_step
 from .table import feature
 
@@ -47,6 +47,19 @@ def test_static_compilation(case):
     model = make(case)
     graph, _ = compiled(model, dynamic=False)
     assert_same_steps(graph, model, case, SIZES[:2])
+
+
+@SLOW
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_inductor_with_int32_offsets(case):
+    """The other tests compile by aot_eager, without Inductor's passes."""
+    model = make(case)
+    torch._dynamo.reset()
+    graph = torch.compile(model, fullgraph=True, dynamic=True)
+    for size in SIZES[:2]:
+        inputs = [x if x.is_floating_point() else x.int() for x in case.model.inputs(*size)]
+        results = training_step(graph, inputs), training_step(model, inputs)
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from jagged_modules.transforms import fuse_broadcasts
 from jagged_modules.transforms.report import Report
 
 aten = torch.ops.aten
-USERS, CANDIDATES, EVENTS, WIDTH, HIDDEN = 4, 200, 30, 16, 24
+USERS, CANDIDATES, EVENTS, WIDTH, HIDDEN = 4, 200, 30, 64, 48
 
 
 class Scores(nn.Module):
