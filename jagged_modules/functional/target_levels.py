@@ -57,8 +57,8 @@ class Level(NamedTuple):
         return None if self.history is None or self.history.is_clean else self.keys.end
 
     def schedule(self, num_heads: int, head_dim: int, dtype: torch.dtype) -> TileSchedule | None:
-        """The attention's schedule, which the history keeps; None without a history, and where none
-        is kept and only q's shape has the number of query rows."""
+        """The attention's schedule, which the history keeps. None without a history, or if none is
+        kept and the host does not know the candidates of each user: kernels then build it."""
         if self.history is None:
             return None
         queries = self.container if self.candidates is None else self.candidates

@@ -119,7 +119,7 @@ def bias_columns(x: Tensor, dtype: torch.dtype) -> int:
 
 
 def _has_many(x: Tensor) -> bool:
-    """Graphs do not know sizes."""
+    """Whether x has MANY elements. A graph, which does not know its size, assumes so."""
     return torch.compiler.is_compiling() or x.numel() >= MANY
 
 

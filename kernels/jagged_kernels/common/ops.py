@@ -134,8 +134,8 @@ def direct(op: Callable, args: tuple, operands: Sequence[Tensor | None]) -> Call
 
 
 def called(op: Callable[..., Any], *args: Any) -> Any:
-    """The results of an operator, by `direct` in a node, where gradients are off. Its first
-    argument is a tensor; those in lists were made by nodes."""
+    """Call an operator. In a node, where gradients are off, `direct` chooses what is called. The
+    first argument is a tensor. Tensors in lists are not looked at: nodes made them."""
     if not torch.is_grad_enabled():
         op = direct(op, args, [x for x in args if isinstance(x, Tensor)])
     return op(*args)
