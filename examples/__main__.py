@@ -2,8 +2,8 @@
 does with an installed package, where the folder has that name. Without a name, lists them."""
 
 import ast
-import os
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -25,8 +25,10 @@ def main(arguments: list[str]) -> None:
     elif arguments[0] not in found:
         sys.exit(f"there is no program {arguments[0]!r}; choose from {', '.join(found)}")
     else:
+        program = str(found[arguments[0]])
         # as a file, whose folder Python then searches for the modules beside it
-        os.execv(sys.executable, [sys.executable, str(found[arguments[0]]), *arguments[1:]])
+        sys.argv, sys.path[0] = [program, *arguments[1:]], str(Path(program).parent)
+        runpy.run_path(program, run_name="__main__")
 
 
 main(sys.argv[1:])

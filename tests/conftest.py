@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import jagged_modules as jm
 from jagged_modules.captured_step import RUNNERS
 
-from . import gpu_suite
+from . import gpu_suite, warm
 from .direct_graphs import Direct
 from .distributed.ranks import Ranks
 
@@ -313,6 +313,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish(session):
+    """What programs are forks of imports while the first tests run."""
+    if any(
+        "two_ranks" in item.fixturenames or vars(item.module).get("warm") is warm
+        for item in session.items
+    ):
+        warm.begin()
 
 
 def _applies(item) -> bool:

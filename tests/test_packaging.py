@@ -17,6 +17,8 @@ import pytest
 from marks import slow_after
 from readme import examples
 
+from . import warm
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGES = {
@@ -305,9 +307,9 @@ def test_programs_of_the_installed_wheel(wheel, tmp_path):
     env = dict(os.environ, PYTHONPATH=str(tmp_path))
 
     def program(*arguments):
-        return run(
-            sys.executable, "-m", "jagged_modules.examples", *arguments, cwd=tmp_path, env=env
-        )
+        done = warm.run(["-m", "jagged_modules.examples", *arguments], cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     listed = dict(line.split(maxsplit=1) for line in program().splitlines())
     assert {"train_dlrm", "serve_ranking"} <= {*listed}
@@ -315,7 +317,7 @@ def test_programs_of_the_installed_wheel(wheel, tmp_path):
     log = [f"u{user},i{(user + k) % 30},{k}" for user in range(40) for k in range(6)]
     (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp", *log]))
     options = ("--data", "log.csv", "--epochs", 1, "--embedding-dim", 8, "--out", "runs")
-    program("train_hstu", *map(str, options))
+    program("train_hstu", *options)
     assert (tmp_path / "runs" / "metrics.json").exists()
     with pytest.raises(AssertionError, match="no program 'nope'; choose from .*train_hstu"):
         program("nope")

@@ -4,6 +4,7 @@ with a GPU each. The processes stay for the next call, as their imports take sec
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import get_context
 
 from ..marks import PATIENCE
+from ..warm import CONTEXT
 
 TIMEOUT = timedelta(seconds=PATIENCE)
 
@@ -76,12 +77,11 @@ class Ranks:
             self.folder.cleanup()
 
     def _start(self) -> None:
-        context = get_context("spawn")
         self.folder = TemporaryDirectory()  # of the store, which later groups of some ranks use too
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
+            ours, theirs = CONTEXT.Pipe()
             args = theirs, f"{self.folder.name}/store", rank, self.world_size, self.device_type
-            process = context.Process(target=_serve, args=args, daemon=True)
+            process = CONTEXT.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -104,6 +104,7 @@ def _answer(connection: Connection, timeout: timedelta) -> Any:
 def _serve(
     connection: Connection, store: str, rank: int, world_size: int, device_type: str
 ) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the programs print
     torch.set_num_threads(1)
     gpu = None
     if device_type == "cuda":

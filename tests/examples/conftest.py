@@ -1,6 +1,5 @@
 import json
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from ..marks import PATIENCE
+from .. import warm
 
 ROOT = Path(__file__).parents[2]
 # The programs in examples/ import the modules beside them, as Python does for a script it runs.
@@ -110,11 +109,8 @@ def run_on_a_log(tmp_path):
         (tmp_path / "u.data").write_text("\n".join(rows) + "\n")
         paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
         program = str(ROOT / "examples" / f"train_{name}.py")
-        done = subprocess.run(
-            [sys.executable, program, "--data", "u.data", *arguments], cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
-            timeout=PATIENCE,
-        )  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": paths}
+        done = warm.run([program, "--data", "u.data", *arguments], cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stderr
         metrics = json.loads((tmp_path / "runs" / name / "metrics.json").read_text())
         assert metrics["settings"]["data"] == "u.data"

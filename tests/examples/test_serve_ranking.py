@@ -9,7 +9,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from checkpoints import load_weights
 from load_generator import address_of
 from serving_events import SQLiteEvents
 
+from .. import warm
 from ..marks import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -36,13 +36,11 @@ class Program:
     """python examples/serve_ranking.py, and a client."""
 
     def __init__(self, *arguments, verify=True):
-        paths = [str(ROOT), str(ROOT / "kernels"), *sys.path]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TQDM_DISABLE": "1"}
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        environment = {**os.environ, "PYTHONPATH": paths, "TQDM_DISABLE": "1"}
         options = ["--device", "cpu", "--port", "0", "--deadline-ms", 1e3 * PATIENCE, *arguments]
-        command = [sys.executable, str(ROOT / "examples" / "serve_ranking.py"), *map(str, options)]
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        program = ROOT / "examples" / "serve_ranking.py"
+        self.process = warm.Popen([program, *options], env=environment)
         address, self.before = address_of(self.process, PATIENCE)
         self.client = httpx.Client(base_url=address, timeout=PATIENCE, verify=verify)
         assert self.is_healthy()
