@@ -5,13 +5,14 @@ import collections
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from cases import Case, legal, random_case, smaller_cases
-from marks import slow_after
 from space import OPERATORS, Range
+
+from . import warm
+from .marks import PATIENCE, slow_after
 
 TESTS = Path(__file__).parent
 ENVIRONMENT = os.environ | dict(
@@ -65,12 +66,6 @@ F.jagged_softmax = lambda x, offsets, **options: right(x, offsets.as_strided(off
 }
 
 
-def run(command, **options):
-    return subprocess.run(
-        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500, **options
-    )
-
-
 @pytest.fixture
 def fuzz_mutant(tmp_path):
     """The summary of a run, on the CPU, of one function with a mutant's fault."""
@@ -88,11 +83,11 @@ def fuzz_mutant(tmp_path):
             "--seed",
             "3",
             "--seconds",
-            "120",
+            str(PATIENCE),
             "--json",
             str(report),
         ]
-        done = run([sys.executable, str(program), *flags, *arguments])
+        done = warm.run([program, *flags, *arguments], env=ENVIRONMENT)
         assert done.returncode == 1, done.stdout + done.stderr
         return json.loads(report.read_text())
 
@@ -110,7 +105,9 @@ def test_a_wrong_gradient_is_found_made_small_and_repeated(fuzz_mutant):
         and case["options"]["heads"] == [1, 1]
         and case["options"]["layout"] == "contiguous"
     )
-    again = run(failure["command"], shell=True)
+    again = subprocess.run(
+        failure["command"], shell=True, env=ENVIRONMENT, capture_output=True, text=True
+    )
     assert again.returncode == 1 and failure["message"].splitlines()[0] in again.stdout, (
         again.stdout + again.stderr
     )
@@ -144,8 +141,8 @@ def test_other_failures(fuzz_mutant, mutant, kind, words):
 @pytest.mark.slow
 def test_a_minute_on_the_cpu_and_in_the_interpreter():
     """A fixed number of cases, which take about a minute: the same cases on every machine."""
-    flags = "--device cpu interpreter --workers 1 --seed 1 --cases 260 --seconds 450".split()
-    done = run([sys.executable, str(TESTS / "fuzz.py"), *flags])
+    flags = "--device cpu interpreter --workers 1 --seed 1 --cases 260".split()
+    done = warm.run([TESTS / "fuzz.py", *flags, "--seconds", PATIENCE], env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

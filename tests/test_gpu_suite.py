@@ -17,12 +17,14 @@ from .gpu_suite import in_order, matrix_lines, rotate_gpus, with_each_pair
 
 CONFTEST = """
     import sys
-    import torch
+    from types import ModuleType, SimpleNamespace
+
+    torch = sys.modules["torch"] = ModuleType("torch")  # four processes would import it
+    torch.cuda = SimpleNamespace(
+        device_count=lambda: 0, memory_reserved=lambda: 0, synchronize=lambda: None
+    )
     sys.path.insert(0, {folder!r})
     import gpu_suite
-
-    torch.cuda.memory_reserved = lambda: 0
-    torch.cuda.synchronize = lambda: None
 
     def pytest_addoption(parser):
         for option in ("--gpu-suite", "--all-combinations"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mutants
 import pytest
+from marks import PATIENCE
 
 TESTS = Path(__file__).parent
 CORE = "def add(x, y):\n    return x + y\n\n\ndef positive(x):\n    return x > 0 and True\n"
@@ -54,7 +55,7 @@ def run(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=300,
+            timeout=PATIENCE,
         )
         # the copy is changed, never the source
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before

@@ -8,6 +8,8 @@ from pathlib import Path
 import compare
 import pytest
 
+from ..marks import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 CASE = "operators: jagged_softmax B6 N≤10 H8"
 OPTIONS = ["--device", "cpu", "--tiny", "--pause", "0", "--rep", "0.1", "--only", f"^{CASE}$"]
@@ -70,7 +72,7 @@ def test_a_wrong_result_is_named_and_not_timed(changed_checkout, capsys):
 @pytest.mark.parametrize(
     "line, limit, status",
     [
-        ("raise SystemExit(3)", "100", "ended with 3"),
+        ("raise SystemExit(3)", str(PATIENCE), "ended with 3"),
         ("import time\n\ntime.sleep(1000)", "3", "no response in 3 s"),
     ],
     ids=["ends", "waits"],

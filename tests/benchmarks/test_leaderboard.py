@@ -3,12 +3,16 @@
 import json
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import bench_layers
 import leaderboard
 import pytest
 import runner
 import stu
+
+from .. import warm
+from ..marks import PATIENCE
 
 # stands in for Meta's package: computes the definition, and crashes with TMA
 PACKAGE = {
@@ -50,6 +54,8 @@ def test_a_crash_is_a_row(tmp_path, monkeypatch, capsys):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    popen = lambda command, stderr, **_: warm.Popen(command[1:], stderr=stderr)  # noqa: E731
+    monkeypatch.setattr(leaderboard, "subprocess", SimpleNamespace(Popen=popen, PIPE=None))
     only = f"^{CASE.table}: {CASE.name}$"
     arguments = ["--tiny", "--device", "cpu", "--only", only, "--peers", "HSTU attention", *FAST]
     assert leaderboard.run_board([*arguments, "--out", str(tmp_path)]) == 0
@@ -87,7 +93,7 @@ def test_a_peer_that_hangs_is_stopped(peer):
 
 @pytest.mark.parametrize("said, message", [("no device\n\n", "no device"), ("", "no message")])
 def test_a_peer_that_cannot_begin_has_a_row_for_each_case(peer, said, message):
-    one = peer(f"raise SystemExit({said!r})" if said else "import os; os._exit(1)", 60)
+    one = peer(f"raise SystemExit({said!r})" if said else "import os; os._exit(1)", PATIENCE)
     for _ in range(2):
         (row,) = one.measure(CASE)
         assert row["status"] == f"unavailable: its process ended with 1: {message}"
@@ -95,7 +101,7 @@ def test_a_peer_that_cannot_begin_has_a_row_for_each_case(peer, said, message):
 
 def test_a_process_ends_after_an_error(peer):
     row = {"status": "unavailable: forward: AcceleratorError"}
-    one = peer(f"import json; input(); print(json.dumps([{row}])); input()", 60)
+    one = peer(f"import json; input(); print(json.dumps([{row}])); input()", PATIENCE)
     first = one.process
     assert one.measure(CASE) == one.measure(CASE) == [row]
     assert first.poll() is not None and one.process is None
@@ -103,7 +109,7 @@ def test_a_process_ends_after_an_error(peer):
 
 def test_a_missing_peer_is_not_started_again(peer):
     row = {"status": "unavailable: ModuleNotFoundError: No module named 'x'"}
-    one = peer(f"import json; input(); print(json.dumps([{row}]))", 60)
+    one = peer(f"import json; input(); print(json.dumps([{row}]))", PATIENCE)
     assert one.measure(CASE) == [row]
     (again,) = one.measure(OTHER)
     assert again["status"] == row["status"] and one.process is None

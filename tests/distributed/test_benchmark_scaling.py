@@ -18,6 +18,7 @@ from benchmark_dlrm import set_sizes
 
 TINY = """--device cpu --batch-size 6 --history 6 20 --stream 12 40 --candidates 2 6 --items 50 --features 2 3 --feature-rows 30
     --embedding-dim 16 --num-heads 2 --block-size 16 --num-batches 2 --num-compressed 4 --passes 2""".split()  # noqa: E501
+SHORT = "--num-batches", "1", "--passes", "1"
 TABLE_BYTES = 4 * 16 * (50 + 5 + 16 + (2 + 3) * 30)
 
 
@@ -122,9 +123,9 @@ def printed(*arguments: str) -> str:
 def test_program_compares_two_processes_with_one(two_ranks, tmp_path):
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     with one_rank():
-        bench.main([*TINY, "--out", str(one)])
+        bench.main([*TINY, *SHORT, "--out", str(one)])
     check_report(json.loads(one.read_text()), 1)
-    against = "--out", str(two), "--baseline", str(one), "--bandwidth", "1e8"
+    against = *SHORT, "--out", str(two), "--baseline", str(one), "--bandwidth", "1e8"
     stdout, of_rank_1 = two_ranks.run(printed, *against)
     assert not of_rank_1
     result = json.loads(two.read_text())
@@ -137,4 +138,4 @@ def test_program_compares_two_processes_with_one(two_ranks, tmp_path):
         SystemExit,
         match="benchmark_scaling: --baseline must have the same plan, row_wise, not auto",
     ):
-        two_ranks.run(printed, "--out", str(two), "--baseline", str(one), "--plan", "row_wise")
+        two_ranks.run(printed, *against, "--plan", "row_wise")

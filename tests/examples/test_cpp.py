@@ -21,6 +21,7 @@ import jagged_modules as jm
 from jagged_modules import cpp_library
 from jagged_modules import functional as F
 
+from ..compiled import library
 from ..marks import PATIENCE
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cpp"
@@ -31,6 +32,9 @@ import export_model
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or shutil.which("make") is None, reason="needs g++ and make"
 )
+
+
+MAKE = "make", "-j2", "-C", str(FOLDER), f"PYTHON={sys.executable}"
 
 
 class Server:
@@ -74,12 +78,18 @@ class Server:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder of what `make` builds."""
+    """The folder of what `make` builds. g++ needs 15 s of a core for torch's headers in the server,
+    and more for those of a package: no test of this program is faster in a new environment."""
     out = tmp_path_factory.mktemp("built")
-    command = "make", "-j2", "-C", FOLDER, f"PYTHON={sys.executable}", f"OUT={out}"
+    library(out / "libjagged_modules.so")
     path = os.pathsep.join(x for x in sys.path if x)
-    subprocess.run(command, check=True, env=os.environ | dict(PYTHONPATH=path))
+    subprocess.run([*MAKE, f"OUT={out}"], check=True, env=os.environ | dict(PYTHONPATH=path))
     return out
+
+
+def test_make_compiles_the_library(tmp_path):
+    printed = subprocess.check_output([*MAKE, "-n", f"OUT={tmp_path}"], text=True)
+    assert f"-m jagged_modules.cpp_library --out {tmp_path}/libjagged_modules.so" in printed
 
 
 @pytest.fixture(params=[False, True], ids=["loaded", "preloaded"])

@@ -3,7 +3,6 @@ driver."""
 
 import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,8 @@ import jagged_modules as jm
 from jagged_modules import cpp_library, validation
 from jagged_modules import functional as F
 
+from ..compiled import compiled
+
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SIZES = {"w": 8, "r": 8, "l": 8, "i": 4, "f": 4}
 OFFSETS = torch.tensor([0, 5, 5, 19, 37])
@@ -34,9 +35,9 @@ class Library:
         source = Path(__file__).with_name("recording_driver.cpp")
         self.driver, self.path = folder / "libcuda.so.1", folder / "libjagged_modules.so"
         shared = "g++", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"
-        subprocess.run([*shared, source, "-o", self.driver], check=True)
+        compiled([*shared, str(source), "-o", str(self.driver)])
         command = [x for x in cpp_library.command(self.path) if not x.endswith("attention.cpp")]
-        subprocess.run([*command, '-DLAUNCHES_ON="CPU"'], check=True)
+        compiled([*command[:-2], '-DLAUNCHES_ON="CPU"', *command[-2:]])
 
     def load(self) -> "Library":
         """Into this process."""

@@ -14,11 +14,12 @@ from jagged_kernels.attention.autograd import differentiate_attention
 from jagged_kernels.attention.params import SegmentTensors
 
 import jagged_modules as jm
-from jagged_modules import cpp_library
 from jagged_modules import functional as F
 from jagged_modules.activations import ACTIVATIONS
 from jagged_modules.cpu import attention as python
 from jagged_modules.functional import din_node
+
+from ..compiled import library
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -28,8 +29,7 @@ TWO = torch.tensor([0, 2, 6])
 
 @pytest.fixture(scope="module")
 def operator(tmp_path_factory):
-    out = tmp_path_factory.mktemp("library") / "libjagged_modules.so"
-    cpp_library.main(["--out", str(out)])
+    out = library(tmp_path_factory.mktemp("library") / "libjagged_modules.so")
     torch.ops.load_library(str(out))
     found = torch.ops.jagged_modules_cpp.attention_cpu.default
     differentiate_attention(found, python.cpu_backward)

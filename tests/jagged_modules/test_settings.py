@@ -12,6 +12,8 @@ import jagged_modules as jm
 from jagged_modules import functional as F
 from jagged_modules import settings
 
+from ..marks import PATIENCE
+
 VALUES = {
     jm.debug_checks: (True, False),
     jm.batch_invariant: (True, False),
@@ -167,7 +169,7 @@ def test_switching_at_every_step_stores_nothing(setting, first, second, default)
 
 @in_a_new_context
 def test_threads_have_their_own(setting, first, second, default):
-    entered, seen = threading.Barrier(2, timeout=60), {}
+    entered, seen = threading.Barrier(2, timeout=PATIENCE), {}
 
     def work(name, value):
         seen[name, "new"] = setting.current()
@@ -184,7 +186,7 @@ def test_threads_have_their_own(setting, first, second, default):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert seen == {
         **{
             ("a", when): value
@@ -200,7 +202,7 @@ def test_threads_have_their_own(setting, first, second, default):
 
 @in_a_new_context
 def test_one_object_in_several_threads(setting, first, second, default):
-    block, entered, seen = setting(first), threading.Barrier(3, timeout=60), []
+    block, entered, seen = setting(first), threading.Barrier(3, timeout=PATIENCE), []
 
     def work():
         with block:
@@ -216,7 +218,7 @@ def test_one_object_in_several_threads(setting, first, second, default):
         assert setting.current() == first
         entered.wait()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert seen == [default, default] and setting.current() == default
 
 
@@ -260,7 +262,7 @@ def test_a_backward_takes_the_mode_of_its_forward(monkeypatch, forward_mode):
 
     thread = threading.Thread(target=backward)
     thread.start()
-    thread.join(60)
+    thread.join(PATIENCE)
     assert [params.batch_invariant for params in seen] == [forward_mode] and q.grad is not None
 
 

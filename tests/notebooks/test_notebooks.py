@@ -11,6 +11,8 @@ import pytest
 nbformat = pytest.importorskip("nbformat", reason='needs the extra "notebooks"')
 from nbclient import NotebookClient
 
+from ..marks import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MACHINE_PATH = re.compile(r"(?<![\w./])/(home|root|tmp|work|usr|Users|opt|mnt|var)/")
@@ -26,7 +28,8 @@ def code_cells(notebook):
 
 
 def execute(notebook, folder):
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    metadata = {"path": str(folder)}
+    NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": metadata}).execute()
 
 
 def test_there_are_notebooks():
