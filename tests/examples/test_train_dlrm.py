@@ -45,9 +45,7 @@ def test_trains_and_writes_metrics_curves_and_checkpoint(tmp_path, interaction, 
 
 
 def test_ablation_prints_a_row_without_each_part(tmp_path, capsys):
-    metrics = train(
-        tmp_path, "--ablation", "--epochs", "1", "--users", "15", "--parts", "stream", "compress"
-    )
+    metrics = train(tmp_path, *SMALL, "--ablation", "--parts", "stream", "compress")
     assert list(metrics["results"]) == [
         "whole",
         "no-stream",
@@ -80,17 +78,16 @@ def test_variants_of_an_ablation():
 def test_a_resumed_run_ends_as_an_uninterrupted_one(
     tmp_path, without_speed, assert_equal_checkpoints
 ):
-    whole = train(tmp_path / "whole", "--epochs", "3")
-    train(tmp_path / "parts", "--epochs", "1")
-    resumed = train(tmp_path / "parts", "--epochs", "3", "--resume")
+    whole = train(tmp_path / "whole", *SMALL, "--epochs", "3")
+    train(tmp_path / "parts", *SMALL)
+    resumed = train(tmp_path / "parts", *SMALL, "--epochs", "3", "--resume")
     assert without_speed(whole) == without_speed(resumed)
     assert_equal_checkpoints(tmp_path / "whole" / "attention", tmp_path / "parts" / "attention")
 
 
 def test_a_run_with_another_seed_ends_elsewhere(tmp_path, without_speed):
-    assert without_speed(train(tmp_path / "0")) != without_speed(
-        train(tmp_path / "1", "--seed", "1")
-    )
+    first, second = (train(tmp_path / seed, *SMALL, "--seed", seed) for seed in "01")
+    assert without_speed(first) != without_speed(second)
 
 
 @pytest.mark.parametrize("name", MODELS)
