@@ -317,7 +317,7 @@ def test_programs_of_the_installed_wheel(wheel, tmp_path):
     log = [f"u{user},i{(user + k) % 30},{k}" for user in range(40) for k in range(6)]
     (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp", *log]))
     options = ("--data", "log.csv", "--epochs", 1, "--embedding-dim", 8, "--out", "runs")
-    program("train_hstu", *options)
+    program("train_hstu", "--device", "cpu", *options)
     assert (tmp_path / "runs" / "metrics.json").exists()
     with pytest.raises(AssertionError, match="no program 'nope'; choose from .*train_hstu"):
         program("nope")

@@ -3,8 +3,8 @@ project.
 
 A fork is a process of its own, which runs the program as Python does: as `__main__`, with its
 arguments, path, folder, environment and streams. What libraries read from the environment when they
-are imported, such as OMP_NUM_THREADS, is that of the tests. For tests of what a program imports,
-start Python itself.
+are imported, such as OMP_NUM_THREADS, is that of the tests. What a program imports, and programs on
+a GPU, need Python itself: the imports may have initialised CUDA.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import get_context
 
 from ..marks import PATIENCE
 from ..warm import CONTEXT
@@ -77,11 +78,13 @@ class Ranks:
             self.folder.cleanup()
 
     def _start(self) -> None:
+        # imports may initialise CUDA, and then a fork cannot
+        context = CONTEXT if self.device_type == "cpu" else get_context("spawn")
         self.folder = TemporaryDirectory()  # of the store, which later groups of some ranks use too
         for rank in range(self.world_size):
-            ours, theirs = CONTEXT.Pipe()
+            ours, theirs = context.Pipe()
             args = theirs, f"{self.folder.name}/store", rank, self.world_size, self.device_type
-            process = CONTEXT.Process(target=_serve, args=args, daemon=True)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
