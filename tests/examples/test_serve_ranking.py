@@ -9,6 +9,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -36,8 +37,8 @@ class Program:
     """python examples/serve_ranking.py, and a client."""
 
     def __init__(self, *arguments, verify=True):
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-        environment = {**os.environ, "PYTHONPATH": paths, "TQDM_DISABLE": "1"}
+        paths = [str(ROOT), str(ROOT / "kernels"), *sys.path]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TQDM_DISABLE": "1"}
         options = ["--device", "cpu", "--port", "0", "--deadline-ms", 1e3 * PATIENCE, *arguments]
         program = ROOT / "examples" / "serve_ranking.py"
         self.process = warm.Popen([program, *options], env=environment)
