@@ -102,12 +102,15 @@ def output(tmp_path_factory):
         "1",
         "-p",
         "no:cacheprovider",
+        "-p",
+        "xdist",
         "-rf",
     ]
     environment = os.environ | {
         "TRITON_CACHE_DIR": str(folder / "cache"),
         "TRITON_INTERPRET": "0",
         "PYTHONUTF8": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     process = subprocess.run(
         [*command, str(folder)],
