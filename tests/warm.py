@@ -59,6 +59,7 @@ def _run(
         stream.close()
     sys.stdin, sys.stdout = open(0), open(1, "w")
     sys.stderr = open(2, "w", buffering=1)
+    multiprocessing.set_start_method(None, force=True)  # Python's default again
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
