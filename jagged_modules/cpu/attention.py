@@ -33,7 +33,6 @@ from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor, library
 from torch.nn.functional import pad
 
-from ..autocast import in_own_dtypes
 from . import one_query
 from .attention_bias import TableGradients
 from .attention_math import (
@@ -47,6 +46,7 @@ from .attention_math import (
 from .buckets import compute_dtype
 from .groups import Group, groups_of, put, take
 from .one_query import has_one_query_each
+from .operators import in_own_dtypes
 from .order import Ordered, rows_back, rows_in_order
 from .shares import in_shares
 

@@ -17,11 +17,11 @@ from jagged_kernels.schedule.cost import MaskParams
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from ..autocast import host_operator
 from ..masks import AttentionMask, is_visible
 from .buckets import Rows, compute_dtype, groups
 from .din_units import Kept, Units
 from .one_query import are_single, bags, chunks, segment_softmax
+from .operators import host_operator
 
 CHUNK = 4096  # pairs: their hidden units stay in the processor's cache
 MASKED_CHUNK = 16  # chunks of pairs, of which a mask may hide most, at a time

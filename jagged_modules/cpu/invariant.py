@@ -14,8 +14,8 @@ from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 
 from ..activations import POINTWISE
-from ..autocast import host_operator
 from .buckets import compute_dtype
+from .operators import host_operator
 from .shares import in_shares
 
 

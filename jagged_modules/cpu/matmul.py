@@ -17,9 +17,9 @@ import torch
 from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 
-from ..autocast import host_operator
 from .buckets import Rows, compute_dtype, groups, softmax_gradient
 from .one_query import CHUNK, Chunk, bags, chunks, segment_softmax
+from .operators import host_operator
 from .shares import in_shares
 
 EXPONENTIAL = 16  # the time of an element of a softmax in multiplications of a GEMM

@@ -9,9 +9,9 @@ from jagged_kernels.din.configs import MAX_WEIGHTS, has_kernels
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
 from ..containers.padding import padded_to
+from ..dtypes import autocast
 from ..masks import AttentionMask, check_num_targets
 from ..reference import din_attention_reference
 from ..scalars import check_choice, check_kind, is_sequence

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, wrap_rows
+from ..dtypes import autocast
 from ..functional.attention_arguments import check_mask
 from ..functional.din_attention import DINMlp, attend_by_mlp, checked_features, event_part
 from ..functional.operands import runs_kernels

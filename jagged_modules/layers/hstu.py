@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.types import Device
 
-from ..autocast import autocast_dtype
 from ..bias import RelativeBias
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands, room_of
+from ..dtypes import autocast_dtype
 from ..functional.attention import attend, attention_arguments
 from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving

@@ -24,7 +24,7 @@ from jagged_kernels.common.device import zeroed_behind
 from jagged_kernels.rows.configs import MAX_WIDTH
 from torch import Tensor, nn
 
-from ..autocast import autocast_dtype
+from ..dtypes import autocast_dtype
 from ..functional.nodes import apply, differentiable_once, is_last_backward, release
 from ..functional.tail import residual_sum
 from .norms import NORM_KINDS, NormOptions, norm_parameters

@@ -17,8 +17,7 @@ from jagged_kernels.rows.configs import BIAS_COLUMNS
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ..autocast import autocast_dtype
-from ..dtypes import dtypes_of
+from ..dtypes import autocast_dtype, dtypes_of
 from ..functional.nodes import release
 from ..functional.tail import cleared, runs_kernels
 from ..scalars import rounded_size

@@ -1,4 +1,4 @@
-"""Autocast for this package's operators."""
+"""Registration of the CPU path's operators."""
 
 from __future__ import annotations
 
@@ -6,35 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, library
+from torch import library
 from torch._C import DisableTorchFunction
 
 if TYPE_CHECKING:  # torch has no public name of it
     from torch._library.custom_ops import CustomOpDef
 
 R = TypeVar("R")
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of x under autocast, which does not change float64, as in torch's attention."""
-    device = x.device.type
-    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
-        return x.dtype
-    return torch.get_autocast_dtype(device)
-
-
-def autocast(x: Tensor) -> Tensor:
-    """x in the dtype of `autocast_dtype`."""
-    dtype = autocast_dtype(x)
-    return x if x.dtype == dtype else x.to(dtype)
-
-
-def autocast_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`autocast` of each. They nearly always have one dtype and one device, for which one look at
-    the setting is enough."""
-    dtype, device = autocast_dtype(q), q.device
-    q, k, v = [x if x.dtype == dtype and x.device == device else autocast(x) for x in (q, k, v)]
-    return q, k, v
 
 
 def host_operator(
