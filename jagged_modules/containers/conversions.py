@@ -30,7 +30,7 @@ def values_and_offsets(name: str, x: Any) -> tuple[Any, Any]:
                 f" got {what}"
             )
         return x.values(), x.offsets()
-    pair: Any = x if isinstance(x, (tuple, list)) else ()
+    pair: Any = x if issubclass(type(x), (tuple, list)) else ()
     if len(pair) == 2 and isinstance(pair[0], Tensor):
         return pair
     raise TypeError(

@@ -16,7 +16,6 @@ from ..functional.tail import entering, leaving
 from ..scalars import check_kind
 from ..tracing import through_call
 from ..validation import check_layer_input
-from .invariant import fixed_rows
 from .one_node import linear, node_dtype
 from .parameters import Layer, in_heads
 
@@ -33,7 +32,6 @@ class CachesProjection(Layer):
     max_cached_rows = None  # for PagedHistoryCache
 
     @through_call
-    @fixed_rows
     def cache(self, history: Any) -> HistoryCache:
         """Compute the keys and values of the histories, for any number of later calls of `score`.
 

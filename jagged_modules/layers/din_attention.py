@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_choice, check_number, check_size, is_sequence
 from ..settings import is_batch_invariant
-from ..tracing import call_of, one_module, through_call
+from ..tracing import one_module, through_call
 from ..unit_activations import UNIT_ACTIVATIONS, WITH_PARAMETERS, UnitParameters
 from .cached_projections import layer_of_cache
 from .din_weights import read_mlp
@@ -239,11 +239,6 @@ class JaggedDINAttention(Layer):
         given = self._parsed(targets, candidates, "history", jagged)
         k = entering(autocast(jagged.values), given.levels[0].end)
         return self._attend(given, k, None)
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
 
     def _wrapped(self, name: str, x: Any) -> Jagged:
         return wrap_rows(name, x, self.embedding_dim, self.linears[0], "din_attention")

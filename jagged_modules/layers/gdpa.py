@@ -24,13 +24,13 @@ from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_choice, check_kind
 from ..segments import RowSegments
-from ..tracing import as_constant, call_of, one_module, through_call
+from ..tracing import as_constant, through_call
 from ..validation import resolve_head_dim
 from .cached_projections import layer_of_cache, projected_in_heads
 from .from_torch import checked_attention, load_attention, place
 from .gdpa_config import GDPAConfig
 from .gdpa_node import Sides, gdpa_dtype, gdpa_node
-from .invariant import fixed_rows
+from .invariant import fixed_module
 from .keywords import name_keywords
 from .norms import RMSNorm
 from .one_node import cast_linears, in_training
@@ -173,7 +173,6 @@ class JaggedGDPA(Layer):
             nn.init.normal_(self.value_weights, std=self.config.num_weights**-0.5)
 
     @through_call
-    @fixed_rows
     def cache(self, context: Any) -> HistoryCache:
         """Compute the keys and values of the context's rows, for any number of later calls of
         `score`.
@@ -192,7 +191,6 @@ class JaggedGDPA(Layer):
         return self._cached("context", rows)
 
     @through_call
-    @fixed_rows
     def append(self, events: Any, cache: HistoryCache) -> tuple[None, HistoryCache]:
         """Compute the keys and values of the next rows of cached contexts. Those of the earlier
         rows do not change.
@@ -215,7 +213,6 @@ class JaggedGDPA(Layer):
         return None, self._cached("events", rows)
 
     @through_call
-    @fixed_rows
     def score(
         self,
         x: C,
@@ -254,8 +251,7 @@ class JaggedGDPA(Layer):
 
     append_reads_cache, max_cached_rows = False, None  # for PagedHistoryCache
 
-    @one_module
-    @fixed_rows
+    @fixed_module
     def forward(
         self,
         x: C,
@@ -303,11 +299,6 @@ class JaggedGDPA(Layer):
         q = self.q_norm(self.seeds) if config.num_seeds else self._queries(values)
         out = self._attend(q, k, v, rows, keys, mask, bias)
         return self._unwrapped(rows, out if config.num_seeds else leaving(out, end))
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
 
     def _unwrapped(self, rows: Jagged, out: Tensor) -> Any:
         if not self.config.num_seeds:

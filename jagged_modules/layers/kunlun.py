@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ..activations import ACTIVATIONS
 from ..containers.jagged import Jagged
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size, check_sizes
-from ..tracing import call_of, one_module
+from ..tracing import one_module
 from .feature_interaction import FeatureInteraction, UserLayers
 from .gdpa_block import GDPABlock
 from .gdpa_config import GDPAConfig
@@ -150,11 +150,6 @@ class JaggedKunlun(UserLayers):
         for layer in layers:
             state, features, summary = layer(state, features, summary)
         return rows.unwrap(state.values), features
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
 
 
 class KunlunLayer(Layer):

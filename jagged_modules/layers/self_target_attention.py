@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,10 @@ from ..functional.target_attention import attend_users_and_candidates
 from ..functional.target_levels import attend_to_levels
 from ..masks import AttentionMask, field_of_later_rows
 from ..scalars import check_size
-from ..tracing import call_of, one_module, through_call
+from ..tracing import through_call
 from ..validation import resolve_head_dim
 from .cached_projections import CachesProjection, cached_operands
-from .invariant import fixed_rows
+from .invariant import fixed_module
 from .keywords import name_keywords
 from .one_node import cast_linears, in_training, node_dtype
 from .parameters import in_heads
@@ -98,7 +98,6 @@ class JaggedSelfTargetAttention(CachesProjection):
         self.target_out_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
 
     @through_call
-    @fixed_rows
     def append(
         self, events: C, cache: HistoryCache, bias: RelativeBias | None = None
     ) -> tuple[C | None, HistoryCache]:
@@ -146,7 +145,6 @@ class JaggedSelfTargetAttention(CachesProjection):
         return rows.unwrap(leaving(out_proj(out.flatten(1)), end)), new
 
     @through_call
-    @fixed_rows
     def score(
         self,
         targets: T,
@@ -193,8 +191,7 @@ class JaggedSelfTargetAttention(CachesProjection):
         dropout = in_training(self, self.attention_dropout)
         return AttentionOptions(mask=mask, bias=bias, dropout_p=dropout)
 
-    @one_module
-    @fixed_rows
+    @fixed_module
     def forward(
         self,
         history: C,
@@ -281,8 +278,3 @@ class JaggedSelfTargetAttention(CachesProjection):
         own = in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim)
         k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)
         return own, k, v
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...

@@ -19,11 +19,11 @@ from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
 from ..functional.target_levels import LEVELS, attend_to_levels
 from ..scalars import check_choice, check_number, check_size
-from ..tracing import call_of, one_module, through_call
+from ..tracing import through_call
 from ..validation import resolve_head_dim
 from .cached_projections import CachesProjection, cached_operands
 from .from_torch import checked_attention, load_attention, place
-from .invariant import fixed_rows
+from .invariant import fixed_module
 from .keywords import name_keywords
 from .one_node import cast_linears, in_training, node_dtype
 from .parameters import in_heads
@@ -118,7 +118,6 @@ class JaggedTargetAttention(CachesProjection):
         return layer.train(module.training)
 
     @through_call
-    @fixed_rows
     def append(self, events: Any, cache: HistoryCache) -> tuple[None, HistoryCache]:
         """Compute the keys and values of the next events of cached histories. Those of the earlier
         events do not change.
@@ -138,7 +137,6 @@ class JaggedTargetAttention(CachesProjection):
         return None, self._appended(events, cache)[1]
 
     @through_call
-    @fixed_rows
     def score(
         self,
         targets: T,
@@ -176,8 +174,7 @@ class JaggedTargetAttention(CachesProjection):
 
     append_reads_cache = False  # for PagedHistoryCache
 
-    @one_module
-    @fixed_rows
+    @fixed_module
     def forward(
         self,
         targets: T,
@@ -218,11 +215,6 @@ class JaggedTargetAttention(CachesProjection):
         rows = [entering(x.values, level.end) for x, level in zip(histories.values(), given.levels)]
         keys_and_values = [self._keys_and_values(x) for x in rows]
         return self._attend(given, keys_and_values, q_proj, out_proj)
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
 
     def _attend(
         self,
