@@ -30,7 +30,7 @@ from jagged_kernels.attention.params import (
 )
 from jagged_kernels.common.autograd import refuse_derivative
 from jagged_kernels.common.one_thread import one_thread
-from torch import Tensor, library
+from torch import Tensor
 from torch.nn.functional import pad
 
 from . import one_query
@@ -46,7 +46,7 @@ from .attention_math import (
 from .buckets import compute_dtype
 from .groups import Group, groups_of, put, take
 from .one_query import has_one_query_each
-from .operators import in_own_dtypes
+from .operators import host_operator
 from .order import Ordered, rows_back, rows_in_order
 from .shares import in_shares
 
@@ -335,28 +335,13 @@ def _empty_outputs(call: AttentionCall) -> tuple[Tensor, Tensor]:
 # -- the registered operators, which take the arguments of `params.pack` ---------------------------
 
 
-def _register(name: str, schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    library.define(name, schema)
-    library.impl(name, "CPU", in_own_dtypes(body))
-    library.register_fake(name, fake)
-    return getattr(torch.ops.jagged_modules, name.partition("::")[2]).default
-
-
-_OPERATOR = _register(
-    "jagged_modules::attention_cpu",
-    FORWARD_SCHEMA,
-    _forward,
-    lambda *arguments: _empty_outputs(unpack(*arguments)[0]),
-)
-cpu_backward = _register(
-    "jagged_modules::attention_cpu_backward", BACKWARD_SCHEMA, _backward, backward_fake
-)
-cpu_packed_backward = _register(
-    "jagged_modules::attention_cpu_packed_backward",
-    PACKED_BACKWARD_SCHEMA,
-    _packed_backward,
-    packed_backward_fake,
-)
+_OPERATOR = host_operator(
+    "attention_cpu", lambda *arguments: _empty_outputs(unpack(*arguments)[0]), FORWARD_SCHEMA
+)(_forward)
+cpu_backward = host_operator("attention_cpu_backward", backward_fake, BACKWARD_SCHEMA)(_backward)
+cpu_packed_backward = host_operator(
+    "attention_cpu_packed_backward", packed_backward_fake, PACKED_BACKWARD_SCHEMA
+)(_packed_backward)
 differentiate_attention(_OPERATOR, cpu_backward)
 for _op in (cpu_backward, cpu_packed_backward):
     refuse_derivative(

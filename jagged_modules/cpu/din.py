@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from jagged_kernels.common.autograd import refuse_derivative
 from jagged_kernels.din.results import empty_gradients, joined_moments
 from jagged_kernels.schedule.cost import MaskParams
 from torch import Tensor
@@ -225,7 +226,7 @@ def _empty_results(operands: list[Tensor], *_: object) -> tuple[Tensor, Tensor]:
     return q.new_empty((q.shape[0], v.shape[1])), lse
 
 
-@host_operator("jagged_modules::din_attention_cpu", _empty_results)
+@host_operator("din_attention_cpu", _empty_results)
 def din_attention_cpu(
     operands: list[Tensor],
     weights: list[Tensor],
@@ -271,7 +272,7 @@ def _empty_moments(operands: list[Tensor], weights: list[Tensor], *others: Any) 
     return operands[0].new_empty(shape, dtype=compute_dtype(operands[0]))
 
 
-@host_operator("jagged_modules::din_moments_cpu", _empty_moments)
+@host_operator("din_moments_cpu", _empty_moments)
 def din_moments_cpu(
     operands: list[Tensor],
     weights: list[Tensor],
@@ -294,11 +295,10 @@ def din_moments_cpu(
 
 
 @host_operator(
-    "jagged_modules::din_attention_cpu_backward",
+    "din_attention_cpu_backward",
     lambda do, lse, delta, operands, weights, biases, tables, *others: empty_gradients(
         operands, weights, biases, tables, compute_dtype(do), others[3]
     ),
-    "din_attention is not differentiable twice: its backward has no derivative of its own",
 )
 def din_attention_backward_cpu(
     do: Tensor,
@@ -336,6 +336,12 @@ def din_attention_backward_cpu(
         *gradients.biases,
         *(gradients.sums if tables[0] is not None else []),
     ]
+
+
+refuse_derivative(
+    din_attention_backward_cpu,
+    "din_attention is not differentiable twice: its backward has no derivative of its own",
+)
 
 
 class _Gradients:

@@ -82,6 +82,7 @@ class JaggedSelfTargetAttention(CachesProjection):
         super().__init__(dtype)
         self.target_dim = embedding_dim if target_dim is None else target_dim
         self.embedding_dim, self.num_heads = embedding_dim, num_heads
+        self.num_kv_heads = num_heads
         self.head_dim = resolve_head_dim(embedding_dim, num_heads)
         check_size("target_dim", self.target_dim)
         check_mask(mask, False)
@@ -276,5 +277,4 @@ class JaggedSelfTargetAttention(CachesProjection):
     def _projected(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a history's rows, in heads."""
         own = in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim)
-        k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)
-        return own, k, v
+        return own, *self._project(rows)

@@ -86,6 +86,7 @@ class JaggedTargetAttention(CachesProjection):
         super().__init__(dtype)
         self.target_dim = embedding_dim if target_dim is None else target_dim
         self.embedding_dim, self.num_heads = embedding_dim, num_heads
+        self.num_kv_heads = num_heads
         self.head_dim = resolve_head_dim(embedding_dim, num_heads)
         check_size("target_dim", self.target_dim)
         check_number("dropout", dropout, 0, 1)
@@ -116,25 +117,6 @@ class JaggedTargetAttention(CachesProjection):
         layer = cls(given.embed_dim, given.num_heads, attention_dropout=dropout, **where)
         load_attention(layer, module)
         return layer.train(module.training)
-
-    @through_call
-    def append(self, events: Any, cache: HistoryCache) -> tuple[None, HistoryCache]:
-        """Compute the keys and values of the next events of cached histories. Those of the earlier
-        events do not change.
-
-        Args:
-            events: any container of `[N, E]` values; segment b has the next events of history b.
-            cache: keys and values of the histories, of which only the number is read.
-
-        Returns:
-            None, because events have no output, and the keys and values of the events.
-            `cache.append` adds them to the cache.
-
-        Raises:
-            TypeError, ValueError: as `forward`; the cache has another number of segments or another
-                shape.
-        """
-        return None, self._appended(events, cache)[1]
 
     @through_call
     def score(
@@ -213,7 +195,7 @@ class JaggedTargetAttention(CachesProjection):
                 values = histories["history"].values
                 return given.unwrap(target_node(self, linears, given, values, dtype))
         rows = [entering(x.values, level.end) for x, level in zip(histories.values(), given.levels)]
-        keys_and_values = [self._keys_and_values(x) for x in rows]
+        keys_and_values = [self._project(x) for x in rows]
         return self._attend(given, keys_and_values, q_proj, out_proj)
 
     def _attend(
@@ -234,6 +216,3 @@ class JaggedTargetAttention(CachesProjection):
         results = [out_proj(self.dropout(x.flatten(-2))) for x in outs]
         results = [given.unwrap(leaving(x, given.end)) for x in results]
         return tuple(results) if given.of_levels and not jointly else results[0]
-
-    def _keys_and_values(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)

@@ -52,6 +52,28 @@ def differentiate_by(op: Callable, gradients: Callable, kept: Callable | None = 
     differentiate(op, Node.apply)
 
 
+def differentiate_by_result(op: Callable, backward_op: Callable, num_tensors: int) -> None:
+    """The same by an operator that reads the result: of an operator of x, so many other tensors and
+    options, backward_op(gradient of the result, result, *others) is the gradient of x."""
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *others):
+            with below_autograd():
+                out = op(x, *others)
+            ctx.save_for_backward(out, *others[:num_tensors])
+            ctx.options = others[num_tensors:]
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            out, *tensors = ctx.saved_tensors
+            others = *tensors, *ctx.options
+            return backward_op(grad, out, *others), *(None,) * len(others)
+
+    differentiate(op, Node.apply)
+
+
 def refuse_derivative(op: Callable, message: str) -> None:
     """Route the operator's calls under autograd through a function that runs it, and raises
     RuntimeError when it is differentiated."""
