@@ -338,6 +338,8 @@ def din_attention_backward_cpu(
     ]
 
 
+for _op in din_attention_cpu, din_moments_cpu:
+    refuse_derivative(_op, "din_attention's operators have no derivative: its node has one")
 refuse_derivative(
     din_attention_backward_cpu,
     "din_attention is not differentiable twice: its backward has no derivative of its own",

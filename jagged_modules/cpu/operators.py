@@ -16,7 +16,8 @@ def host_operator(
     """Decorator: register the body as an operator `jagged_modules::<name>` of host tensors, which
     computes in their dtypes: autocast and torch function modes (such as that of layers under
     `batch_invariant`) do not change what it computes. They may be active, because a caller may run
-    the backward inside of them.
+    the backward inside of them. Each operator needs a derivative, or an error in its place, by
+    `jagged_kernels.common.autograd`: else torch would differentiate the body.
 
     Args:
         fake: same arguments, makes outputs of the right shape and dtype without looking at data.
