@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ..containers.jagged import wrap_rows
+from ..containers.jagged import C, wrap_rows
 from ..dropout import check_dropout
 from ..functional import block_diagonal_attention_packed
 from ..functional.attention_arguments import BLOCKS
@@ -24,8 +23,6 @@ from .invariant import fixed_module
 from .keywords import name_keywords
 from .one_node import in_training, node_dtype
 from .parameters import Layer, in_heads
-
-C = TypeVar("C")  # a container
 
 
 @name_keywords

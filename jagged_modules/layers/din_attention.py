@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,7 @@ from .cached_projections import CachesRows, layer_of_cache
 from .din_weights import read_mlp
 from .keywords import name_keywords
 from .one_node import has_call_of_its_own
-from .targets import Targets, parse_targets
-
-T = TypeVar("T")  # the container of the targets, or a dense tensor
+from .targets import T, Targets, parse_targets
 
 
 @name_keywords

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
 from ..activations import POINTWISE, activation_of_rows
-from ..containers.jagged import Jagged, wrap_rows
+from ..containers.jagged import C, Jagged, wrap_rows
 from ..dropout import check_dropout
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask
@@ -39,7 +39,6 @@ from .parameters import Layer
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-C = TypeVar("C")  # a container
 NORMS = {"layer": RowNorm, "rms": RMSNorm}
 
 

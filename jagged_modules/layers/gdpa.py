@@ -4,7 +4,7 @@ queries, or a feed-forward."""
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jagged_kernels.attention.pages import Pages
@@ -14,7 +14,7 @@ from torch.types import Device
 from ..activations import ACTIVATIONS
 from ..bias import RelativeBias
 from ..containers.history_cache import HistoryCache
-from ..containers.jagged import Jagged, check_same_segments, wrap_rows
+from ..containers.jagged import C, Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands
 from ..functional.attention import attend
 from ..functional.attention_arguments import check_mask
@@ -38,8 +38,6 @@ from .parameters import in_heads
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-C = TypeVar("C")  # a container
 
 
 @name_keywords

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jagged_kernels.rows.configs import MAX_WIDTH
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.types import Device
 
 from ..bias import RelativeBias
-from ..containers.jagged import wrap_rows
+from ..containers.jagged import C, wrap_rows
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask
 from ..tracing import one_module
@@ -20,8 +20,6 @@ from .gdpa_node import gdpa_dtype, gdpa_node
 from .keywords import name_keywords
 from .norms import RMSNorm
 from .parameters import Layer
-
-C = TypeVar("C")  # a container
 
 
 @name_keywords

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.nn import functional as nnf
 from torch.types import Device
 
 from ..bias import RelativeBias
-from ..containers.jagged import Jagged, check_same_segments, wrap_rows
+from ..containers.jagged import C, Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands, room_of
 from ..dtypes import autocast_dtype
 from ..functional.attention import attend, attention_arguments
@@ -31,7 +31,6 @@ from .norms import NORM_KINDS, make_norm
 from .one_node import cast_linears, in_training
 from .parameters import Layer, check_columns, xavier_linear
 
-C = TypeVar("C")  # a container
 BIAS_STD = 0.02  # initial standard deviation of the entries of both bias tables
 
 

@@ -166,17 +166,9 @@ class _HSTULayer(torch.autograd.Function):
     parameters are those that `hstu_node` gives, not cast."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        seed: Tensor | None,
-        end: Tensor | None,
-        plan: Plan,
-        of_attention: tuple[Any, Any, Any],
-        *parameters: Any,
-    ) -> Tensor:
-        update = linear(*_gated(ctx, x, seed, end, plan, of_attention, parameters), None)
-        return residual_sum(x, update[: x.shape[0]], end)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        x, _, end, *_ = arguments
+        return residual_sum(x, linear(*_gated(ctx, *arguments), None)[: x.shape[0]], end)
 
     @staticmethod
     @differentiable_once
@@ -246,7 +238,7 @@ def _gated(
     end: Tensor | None,
     plan: Plan,
     of_attention: tuple[Any, Any, Any],
-    parameters: tuple[Any, ...],
+    *parameters: Any,
 ) -> tuple[Tensor, Tensor]:
     """The operands of the output's projection. Saves what a backward reads; what it does not is
     free when this returns, and the normed rows before the attention."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
 from ..containers.history_cache import HistoryCache
-from ..containers.jagged import Jagged, wrap_rows
+from ..containers.jagged import C, Jagged, wrap_rows
 from ..scalars import check_kind, check_size
 from ..tracing import one_module, through_call
 from .hstu import HSTULayer
@@ -24,8 +24,6 @@ from .hstu_config import (
 )
 from .keywords import name_keywords
 from .parameters import Layer
-
-C = TypeVar("C")  # a container
 
 
 @name_keywords

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.types import Device
 
 from ..activations import ACTIVATIONS
-from ..containers.jagged import Jagged
+from ..containers.jagged import C, Jagged
 from ..functional.rows import jagged_concat, jagged_split, rows_or_zeros
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_kind, check_number, check_size, check_sizes
@@ -24,8 +24,6 @@ from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .parameters import Layer, check_parameter_dtype
 from .pffn import JaggedPFFN, equal_segments
-
-C = TypeVar("C")  # a container
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.nn import functional as nnf
 from torch.types import Device
 
 from ..activations import ACTIVATIONS
-from ..containers.jagged import Jagged
+from ..containers.jagged import C, Jagged
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size, check_sizes
 from ..tracing import one_module
@@ -24,8 +24,6 @@ from .linear_compress import LinearCompressEmbedding
 from .parameters import Layer, check_parameter_dtype
 from .pffn import JaggedPFFN
 from .seed_pooling import JaggedSeedPooling
-
-C = TypeVar("C")  # a container
 
 
 @dataclasses.dataclass(frozen=True)

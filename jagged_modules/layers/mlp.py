@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.types import Device
 
 from ..activations import POINTWISE, activation_of_rows
-from ..containers.jagged import wrap_rows
+from ..containers.jagged import C, wrap_rows
 from ..functional.tail import entering, leaving
 from ..scalars import check_choice, check_kind, check_size
 from .invariant import fixed_module
 from .mlp_node import mlp_node
 from .one_node import node_dtype
 from .parameters import Layer
-
-C = TypeVar("C")  # a container
 
 
 class JaggedMLP(Layer):

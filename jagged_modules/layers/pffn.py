@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ..containers.jagged import Jagged, wrap_rows
+from ..containers.jagged import C, Jagged, wrap_rows
 from ..scalars import check_size
 from ..segments import RowSegments
 from ..tracing import one_module
@@ -19,8 +19,6 @@ from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
 from .parameters import Layer
-
-C = TypeVar("C")  # a container
 
 
 @name_keywords

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.types import Device
 from ..bias import RelativeBias
 from ..containers.candidates import CandidateIndex
 from ..containers.history_cache import HistoryCache
-from ..containers.jagged import wrap_rows
+from ..containers.jagged import C, wrap_rows
 from ..dropout import check_dropout
 from ..functional.attention import attend
 from ..functional.attention_arguments import check_mask
@@ -33,10 +33,7 @@ from .keywords import name_keywords
 from .one_node import cast_linears, in_training, node_dtype
 from .parameters import in_heads
 from .self_target_node import self_target_node
-from .targets import LevelIndices, Targets, parse_histories, parse_targets
-
-C = TypeVar("C")  # the container of the history
-T = TypeVar("T")  # the container of the targets
+from .targets import LevelIndices, T, Targets, parse_histories, parse_targets
 
 
 @name_keywords

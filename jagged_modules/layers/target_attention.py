@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jagged_kernels.attention.pages import Pages
@@ -28,13 +28,12 @@ from .keywords import name_keywords
 from .one_node import cast_linears, in_training, node_dtype
 from .parameters import in_heads
 from .target_node import target_node
-from .targets import LevelIndices, Targets, parse_histories, parse_targets
+from .targets import LevelIndices, T, Targets, parse_histories, parse_targets
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Projection = Callable[[Tensor], Tensor]
-T = TypeVar("T")  # the container of the targets, or a dense tensor
 
 
 @name_keywords
