@@ -89,8 +89,7 @@ def encoder_node(
     parameters = parameters_of(*linears)
     network = FeedForward(*kernels_activation(layer.activation), of_dropout)
     call = EncoderCall(attention, network, residual(layer.norm2, 0))
-    result: Tensor = apply(_Node, *inputs, *norm_parameters(layer.norm2), *parameters, call)
-    return result
+    return apply(_Node, *inputs, *norm_parameters(layer.norm2), *parameters, call)
 
 
 class _Node(torch.autograd.Function):

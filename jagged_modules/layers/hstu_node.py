@@ -139,8 +139,7 @@ def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
     norm, gate = layer.output_norm, Gate(layer.dropout.p, NormOptions.of(layer.output_norm))
     projection = layer.out_proj.weight.to(autocast_dtype(x))
     seed = dropout_seed(layer, x)
-    result: Tensor = apply(_GatedOutput, x, u, a, *norm_parameters(norm), projection, seed, gate)
-    return result
+    return apply(_GatedOutput, x, u, a, *norm_parameters(norm), projection, seed, gate)
 
 
 def hstu_node(layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Arguments) -> Tensor:

@@ -88,8 +88,7 @@ def target_node(
     dropout = in_training(layer.dropout, layer.dropout.p)
     of_weights = in_training(layer, layer.attention_dropout)
     call = TargetCall(given, layer.num_heads, dtype, schedule, dropout, of_weights)
-    result: Tensor = apply(_Node, given.rows, history, *parameters_of(*linears), call)
-    return result
+    return apply(_Node, given.rows, history, *parameters_of(*linears), call)
 
 
 class _Saved(NamedTuple):

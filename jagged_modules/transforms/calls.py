@@ -12,6 +12,7 @@ from torch import fx
 from .lineage import Lineage, Size, common, shape_of
 
 aten = torch.ops.aten
+TO_SHAPE = aten.view.default, aten._unsafe_view.default, aten.reshape.default
 
 
 @dataclass(frozen=True)

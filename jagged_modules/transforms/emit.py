@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from .attention import TargetAttention
-from .calls import Call, flat, is_tensor, positional, unbind
+from .calls import TO_SHAPE, Call, flat, is_tensor, positional, unbind
 from .compress import Compression
 from .din import DINAttention
 from .levels import LevelAttention
@@ -102,7 +102,7 @@ class Emitter:
         elif node.target not in ASSERTIONS:
             self._plain[node] = self.graph.node_copy(node, self.value)
             # the strides of a gathered operand may be others
-            if node.target in (aten.view.default, aten._unsafe_view.default):
+            if node.target in TO_SHAPE:
                 self._plain[node].target = aten.reshape.default
 
     def _placeholder(self, node: fx.Node) -> None:
