@@ -177,11 +177,11 @@ def own_rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for aten operators `name.overload`. Operators that this version of torch
-    lacks are skipped."""
+    """Registers a rule for aten operators `name.overload`, several in a text. Operators that this
+    version of torch lacks are skipped."""
 
     def register(function: Rule) -> Rule:
-        for name in names:
+        for name in " ".join(names).split():
             packet, overload = name.split(".")
             target = getattr(getattr(torch.ops.aten, packet, None), overload, None)
             if target is not None:
