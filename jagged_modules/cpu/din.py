@@ -28,13 +28,6 @@ CHUNK = 4096  # pairs: their hidden units stay in the processor's cache
 MASKED_CHUNK = 16  # chunks of pairs, of which a mask may hide most, at a time
 
 
-class Pairs(NamedTuple):
-    """The operands of a chunk. x: q ∘ k `[P, E]`. z: of the first layer `[P, H]`."""
-
-    x: Tensor
-    z: Tensor
-
-
 class Chunk(NamedTuple):
     """S segments of C candidates and N events: indices of their rows, and how many of each. Pairs
     are in the order of segments, candidates and events."""
@@ -196,13 +189,13 @@ class _Operands:
         """These rows of an operand."""
         return _rows(self.rows[name if name in self.rows else "k"], rows).to(self.dtype)
 
-    def pairs(self, chunk: Chunk | Single) -> Pairs:
-        """The chunk's products and first hidden layer."""
+    def pairs(self, chunk: Chunk | Single) -> tuple[Tensor, Tensor]:
+        """The chunk's q ∘ k `[P, E]`, and z of the first layer `[P, H]`."""
         q, a = (chunk.of_q(self.take(x, chunk.q_rows)) for x in "qa")
         k, b = (chunk.of_k(self.take(x, chunk.kv_rows)) for x in "kb")
         x = (q * k).view(-1, q.shape[-1])
         z = (a + b).view(len(x), -1)
-        return Pairs(x, z.addmm_(x, self.weights[0].mT))
+        return x, z.addmm_(x, self.weights[0].mT)
 
     def linear(self, layer: int, h: Tensor) -> Tensor:
         """z of a later layer."""
@@ -214,7 +207,7 @@ class _Operands:
 
     def hidden(self, chunk: Chunk | Single, layer: int) -> Tensor:
         """The chunk's z of a hidden layer."""
-        z = self.pairs(chunk).z
+        _, z = self.pairs(chunk)
         for at in range(layer):
             z = self.linear(at + 1, self.units[at].activated(z))
         return z

@@ -110,7 +110,7 @@ def _layer_gradients(
     release(z)
     of_gemm = [*wanted[:2], False], *dtypes
     dx, dweight, _ = linear_gradients(dz, x, weight, *of_gemm, frees_x)
-    return LinearGradients(dx, dweight, sums.to(dtypes[1]) if wanted[2] else None)
+    return dx, dweight, sums.to(dtypes[1]) if wanted[2] else None
 
 
 # -- a feed-forward network ------------------------------------------------------------------------
