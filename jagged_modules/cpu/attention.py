@@ -36,7 +36,6 @@ from torch.nn.functional import pad
 from . import one_query
 from .attention_bias import TableGradients
 from .attention_math import (
-    Rule,
     dot_products_are_finite,
     softmax_backward,
     softmax_forward,
@@ -99,10 +98,9 @@ def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
 
     def compute(groups: list[Group]) -> None:
         for group in groups:
-            operands, rule = group.operands(queries, keys, values), Rule(*group.mask, scale)
+            operands, rule = group.operands(queries, keys, values), group.rule(ordered.params)
             if not is_fused:
-                extras = group.bias(ordered.params), group.dropout(params)
-                block, block_lse = unfused_forward(*operands, rule, activation, *extras)
+                block, block_lse = unfused_forward(*operands, rule)
             else:
                 block, block_lse = softmax_forward(*operands, rule, finite)
             if block_lse is not None:
@@ -185,17 +183,14 @@ def _gradients(
         dtables = TableGradients.of(ordered.params)
         for group in groups:
             operands = (take(grad, group.rows), *group.operands(queries, keys, values))
-            found, rule = None, Rule(*group.mask, scale)
+            found, rule = None, group.rule(ordered.params)
             if lse is not None and (is_fused or not (params.mask or params.has_bias)):
                 block, block_lse = (take(x, group.rows) for x in (*outs, lse))
                 found = block, block_lse[..., 0]
             if is_fused and found is not None:
                 block_dq, block_dk, block_dv = softmax_backward(*operands, *found, rule, finite)
             else:
-                bias, dropout = group.bias(ordered.params), group.dropout(params)
-                block_dq, block_dk, block_dv = unfused_backward(
-                    *operands, rule, activation, bias, dropout, dtables, found
-                )
+                block_dq, block_dk, block_dv = unfused_backward(*operands, rule, dtables, found)
             if shared_dq is not None:
                 shared_dq += block_dq.sum(0).transpose(0, 1)
             else:
