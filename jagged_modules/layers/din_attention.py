@@ -90,7 +90,7 @@ class JaggedDINAttention(CachesRows):
         check_choice("normalize", normalize, (None, "softmax"))
         check_number("eps", eps, low=0)
         check_number("momentum", momentum, 0, 1)
-        check_mask(mask, False)
+        check_mask(mask)
         self.embedding_dim, self.hidden = embedding_dim, tuple(hidden)
         self.activation, self.normalize = activation, normalize
         self.features, self.mask = checked_features(features), mask

@@ -106,7 +106,7 @@ class JaggedGDPA(CachesProjection):
         check_choice("activation", activation, ACTIVATIONS)
         if activation == "softmax" and config.output_scale != 1:
             raise ValueError(f"output_scale must be 1 with softmax, got {config.output_scale}")
-        check_mask(mask, False)
+        check_mask(mask)
         if mask is not None and (config.num_seeds or config.num_weights):
             raise ValueError(
                 "mask must be None with num_seeds or num_weights: learned rows have no position"

@@ -82,7 +82,7 @@ class JaggedSelfTargetAttention(CachesProjection):
         self.num_kv_heads = num_heads
         self.head_dim = resolve_head_dim(embedding_dim, num_heads)
         check_size("target_dim", self.target_dim)
-        check_mask(mask, False)
+        check_mask(mask)
         if mask is not None and mask.num_targets is not None:
             raise ValueError(
                 f"mask.num_targets must be None: targets are no rows of the history; got {mask}"
