@@ -1,9 +1,10 @@
-"""The dtypes that each function supports on each device. `validation.check_dtype` enforces this
-table, `dtype_table` prints it."""
+"""The dtypes that each function supports on each device, and those of autocast.
+`validation.check_dtype` enforces the table, `dtype_table` prints it."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 # supported by every function on the CPU, CUDA and meta
 EVERYWHERE = (torch.float32, torch.float16, torch.bfloat16)
@@ -44,6 +45,28 @@ def dtypes_of(
     functions that only move rows."""
     plain, kernels = DTYPES[function]
     return kernels if uses_kernels(device, implementation) else plain
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of x under autocast, which does not change float64, as in torch's attention."""
+    device = x.device.type
+    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def autocast(x: Tensor) -> Tensor:
+    """x in the dtype of `autocast_dtype`."""
+    dtype = autocast_dtype(x)
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def autocast_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`autocast` of each. They nearly always have one dtype and one device, for which one look at
+    the setting is enough."""
+    dtype, device = autocast_dtype(q), q.device
+    q, k, v = [x if x.dtype == dtype and x.device == device else autocast(x) for x in (q, k, v)]
+    return q, k, v
 
 
 def names(dtypes: tuple[torch.dtype, ...]) -> str:

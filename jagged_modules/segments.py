@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .dtypes import WrongDtype, names
-from .scalars import check_kind, check_size
+from .scalars import check_size
 from .settings import debug_checks
 from .tracing import is_recording
 from .validation import check_dense
@@ -48,10 +48,9 @@ def check_integers(
 ) -> None:
     """TypeError unless x is a tensor of one of the dtypes, ValueError unless it is 1-D and
     dense."""
-    check_kind(name, x, Tensor, "a torch.Tensor")
+    check_dense(name, x)
     if x.dtype not in dtypes:
         raise WrongDtype(f"{name} must be {names(dtypes)}, got {x.dtype}")
-    check_dense(name, x)
     if x.dim() != 1:
         raise ValueError(f"{name} must be 1-D, got shape {list(x.shape)}")
 

@@ -107,12 +107,13 @@ class _Setting:
         return cls._states.get(cls._initial).value
 
 
-def _flag(enabled: bool) -> bool:
-    check_flag("enabled", enabled)
-    return enabled
+class _Flag(_Setting, default=False):
+    def __init__(self, enabled: bool) -> None:
+        check_flag("enabled", enabled)
+        super().__init__(enabled)
 
 
-class debug_checks(_Setting, default=False):
+class debug_checks(_Flag, default=False):
     """Check the values of device tensors too (offsets, indices). Each check synchronises with the
     device.
 
@@ -133,9 +134,6 @@ class debug_checks(_Setting, default=False):
     Raises:
         TypeError: enabled is not a bool.
     """
-
-    def __init__(self, enabled: bool) -> None:
-        super().__init__(_flag(enabled))
 
 
 class backward_workspace(_Setting, default=None):
@@ -169,7 +167,7 @@ class backward_workspace(_Setting, default=None):
         super().__init__(num_bytes)
 
 
-class batch_invariant(_Setting, default=False):
+class batch_invariant(_Flag, default=False):
     """Make results bitwise independent of the rest of the batch: kernels, tiles and splits no
     longer depend on batch sizes.
 
@@ -211,9 +209,6 @@ class batch_invariant(_Setting, default=False):
     Raises:
         TypeError: enabled is not a bool.
     """
-
-    def __init__(self, enabled: bool) -> None:
-        super().__init__(_flag(enabled))
 
 
 def is_batch_invariant(implementation: str = "auto") -> bool:

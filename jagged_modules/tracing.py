@@ -24,7 +24,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type[Any])
 M = TypeVar("M", bound=nn.Module)
-F = TypeVar("F", bound=Callable[..., Any])
 
 _rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
 
@@ -100,10 +99,14 @@ def one_call(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, 
     return call
 
 
-def one_module(forward: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+def one_module(
+    forward: Callable[Concatenate[M, P], R],
+    around: Callable[[Callable[..., R]], Callable[..., R]] | None = None,
+) -> Callable[Concatenate[M, P], R]:
     """Decorator for a layer's forward: a call with a `torch.fx.Proxy` becomes a call of the layer,
     unless the layer is the root. In a profile the call is a range `jagged_modules.<class>`. The
-    call may name a method to run instead of forward: see `through_call`."""
+    call may name a method to run instead of forward: see `through_call`. around: what the call runs
+    in place of either."""
 
     @functools.wraps(forward)
     def call(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -113,6 +116,7 @@ def one_module(forward: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[
             return proxy.tracer.create_proxy("call_module", path, args, kwargs)
         name: Any = kwargs.pop(_METHOD, None)
         run: Callable[..., R] = forward if name is None else _METHODS[name]
+        run = run if around is None else around(run)
         # Compiled graphs have no ranges: torch names their kernels by module. Otherwise, a range
         # costs more than the two checks. torch.optim reads the private name too.
         is_profiling = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
@@ -151,12 +155,6 @@ def call_through(method: Any) -> dict[str, str] | None:
     method is decorated with `through_call`."""
     name = getattr(method, "__qualname__", None)
     return {_METHOD: name} if name in _METHODS else None
-
-
-def call_of(forward: F) -> Callable[[Any], F]:
-    """Decorator that gives `__call__` the type of forward: nn.Module declares that calls return
-    Any. For type checkers only, because torch.fx replaces nn.Module's `__call__`."""
-    return lambda _: forward
 
 
 def call_classmethod(cls: str, name: str, *args: Any, **kwargs: Any) -> Any:

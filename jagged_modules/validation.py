@@ -10,8 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from .autocast import autocast_dtype
-from .dtypes import DTYPES, EVERYWHERE, FLOATS, WrongDtype, dtypes_of, names, uses_kernels
+from .dtypes import (
+    DTYPES,
+    EVERYWHERE,
+    FLOATS,
+    WrongDtype,
+    autocast_dtype,
+    dtypes_of,
+    names,
+    uses_kernels,
+)
 from .scalars import check_choice, check_size
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")

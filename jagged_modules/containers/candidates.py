@@ -318,6 +318,9 @@ class CandidateIndex(Queries):
             TypeError, ValueError: rows_per_candidate is not a non-negative integer.
         """
         check_size("rows_per_candidate", rows_per_candidate, at_least=0)
+        return self._query_offsets(rows_per_candidate)
+
+    def _query_offsets(self, rows_per_candidate: int) -> Tensor:
         if rows_per_candidate == 1 and self.offsets.is_contiguous():
             return self.offsets
         # contiguous: the product of a strided tensor has no gaps
@@ -359,9 +362,9 @@ class CandidateIndex(Queries):
         index.check(num_candidates, num_users, own, have)
         check_device(own, index.offsets, device, possessive(name))
         index = index.on(device)
-        offsets, known = index.query_offsets(rows_per_candidate), index.known_segmentation()
+        known, num_rows = index.known_segmentation(), num_candidates * rows_per_candidate
         has_tail = may_have_tail("candidates", index.offsets, num_candidates, device, known)
-        num_rows = num_candidates * rows_per_candidate
+        offsets = index._query_offsets(rows_per_candidate)
         return index, RowSegments(offsets, num_rows=num_rows, has_tail=has_tail)
 
     def on(self, device: torch.device) -> CandidateIndex:

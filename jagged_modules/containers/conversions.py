@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..scalars import is_sequence, possessive, to_ints
+from ..scalars import possessive, to_ints
 from ..segments import values_are_checkable
 
 
@@ -30,8 +30,9 @@ def values_and_offsets(name: str, x: Any) -> tuple[Any, Any]:
                 f" got {what}"
             )
         return x.values(), x.offsets()
-    if is_sequence(x) and len(x) == 2 and isinstance(x[0], Tensor):
-        return x
+    pair: Any = x if issubclass(type(x), (tuple, list)) else ()
+    if len(pair) == 2 and isinstance(pair[0], Tensor):
+        return pair
     raise TypeError(
         f"{name} must be a JaggedTensor, KeyedJaggedTensor, (values, offsets) pair, nested tensor"
         f" of jagged layout or Jagged, got {type(x).__name__}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jagged_kernels.schedule.host import TileSchedule
@@ -32,6 +32,8 @@ from .schedules import Sizes, kept_schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+C = TypeVar("C")  # a container, of a layer's argument and of its result
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)

@@ -30,14 +30,12 @@ from jagged_kernels.attention.params import (
 )
 from jagged_kernels.common.autograd import refuse_derivative
 from jagged_kernels.common.one_thread import one_thread
-from torch import Tensor, library
+from torch import Tensor
 from torch.nn.functional import pad
 
-from ..autocast import in_own_dtypes
 from . import one_query
 from .attention_bias import TableGradients
 from .attention_math import (
-    Rule,
     dot_products_are_finite,
     softmax_backward,
     softmax_forward,
@@ -47,6 +45,7 @@ from .attention_math import (
 from .buckets import compute_dtype
 from .groups import Group, groups_of, put, take
 from .one_query import has_one_query_each
+from .operators import host_operator
 from .order import Ordered, rows_back, rows_in_order
 from .shares import in_shares
 
@@ -99,10 +98,9 @@ def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
 
     def compute(groups: list[Group]) -> None:
         for group in groups:
-            operands, rule = group.operands(queries, keys, values), Rule(*group.mask, scale)
+            operands, rule = group.operands(queries, keys, values), group.rule(ordered.params)
             if not is_fused:
-                extras = group.bias(ordered.params), group.dropout(params)
-                block, block_lse = unfused_forward(*operands, rule, activation, *extras)
+                block, block_lse = unfused_forward(*operands, rule)
             else:
                 block, block_lse = softmax_forward(*operands, rule, finite)
             if block_lse is not None:
@@ -185,17 +183,14 @@ def _gradients(
         dtables = TableGradients.of(ordered.params)
         for group in groups:
             operands = (take(grad, group.rows), *group.operands(queries, keys, values))
-            found, rule = None, Rule(*group.mask, scale)
+            found, rule = None, group.rule(ordered.params)
             if lse is not None and (is_fused or not (params.mask or params.has_bias)):
                 block, block_lse = (take(x, group.rows) for x in (*outs, lse))
                 found = block, block_lse[..., 0]
             if is_fused and found is not None:
                 block_dq, block_dk, block_dv = softmax_backward(*operands, *found, rule, finite)
             else:
-                bias, dropout = group.bias(ordered.params), group.dropout(params)
-                block_dq, block_dk, block_dv = unfused_backward(
-                    *operands, rule, activation, bias, dropout, dtables, found
-                )
+                block_dq, block_dk, block_dv = unfused_backward(*operands, rule, dtables, found)
             if shared_dq is not None:
                 shared_dq += block_dq.sum(0).transpose(0, 1)
             else:
@@ -335,28 +330,13 @@ def _empty_outputs(call: AttentionCall) -> tuple[Tensor, Tensor]:
 # -- the registered operators, which take the arguments of `params.pack` ---------------------------
 
 
-def _register(name: str, schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    library.define(name, schema)
-    library.impl(name, "CPU", in_own_dtypes(body))
-    library.register_fake(name, fake)
-    return getattr(torch.ops.jagged_modules, name.partition("::")[2]).default
-
-
-_OPERATOR = _register(
-    "jagged_modules::attention_cpu",
-    FORWARD_SCHEMA,
-    _forward,
-    lambda *arguments: _empty_outputs(unpack(*arguments)[0]),
-)
-cpu_backward = _register(
-    "jagged_modules::attention_cpu_backward", BACKWARD_SCHEMA, _backward, backward_fake
-)
-cpu_packed_backward = _register(
-    "jagged_modules::attention_cpu_packed_backward",
-    PACKED_BACKWARD_SCHEMA,
-    _packed_backward,
-    packed_backward_fake,
-)
+_OPERATOR = host_operator(
+    "attention_cpu", lambda *arguments: _empty_outputs(unpack(*arguments)[0]), FORWARD_SCHEMA
+)(_forward)
+cpu_backward = host_operator("attention_cpu_backward", backward_fake, BACKWARD_SCHEMA)(_backward)
+cpu_packed_backward = host_operator(
+    "attention_cpu_packed_backward", packed_backward_fake, PACKED_BACKWARD_SCHEMA
+)(_packed_backward)
 differentiate_attention(_OPERATOR, cpu_backward)
 for _op in (cpu_backward, cpu_packed_backward):
     refuse_derivative(

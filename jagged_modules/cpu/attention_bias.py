@@ -13,6 +13,9 @@ from torch import Tensor
 from ..bias import next_timestamps, position_index, time_buckets
 from ..dropout import Dropout
 
+# of a block of scores: (segment, key head) pairs, query rows and columns
+Place = tuple[slice, slice, slice]
+
 
 class _Entries(NamedTuple):
     """The entries of a table that a block of scores uses: table `[H or 1, entries]`, and indices
@@ -33,11 +36,10 @@ class BlockBias:
     t: Tensor | None
     u: Tensor | None
 
-    def add(
-        self, scores: Tensor, q: Tensor, k: Tensor, some: slice, rows: slice, columns: slice
-    ) -> None:
+    def add(self, scores: Tensor, q: Tensor, k: Tensor, place: Place) -> None:
         """Add the bias to scores `[some, group · rows, columns]` of some (segment, key head) pairs,
         in place. q, k: `unfused_forward`'s."""
+        some, rows, columns = place
         pairs = _Pairs.of(q, k, some)
         blocks = scores.unflatten(1, (pairs.group, -1))
         for table, index in filter(None, self.entries(pairs, rows, columns)):
@@ -71,8 +73,9 @@ class BlockDropout(NamedTuple):
     starts: Tensor
     first: int
 
-    def dropped(self, q: Tensor, k: Tensor, some: slice, rows: slice, columns: slice) -> Tensor:
+    def dropped(self, q: Tensor, k: Tensor, place: Place) -> Tensor:
         """Which weights are dropped, `[some, group · rows, columns]`; see `BlockBias.add`."""
+        some, rows, columns = place
         pairs = _Pairs.of(q, k, some)
         heads = pairs.kv_head[:, None] * pairs.group + torch.arange(pairs.group, device="cpu")
         places = slice(self.first + rows.start, self.first + rows.stop)
@@ -125,17 +128,9 @@ class TableGradients:
         sums = (None if x is None else x.new_zeros(x.numel(), dtype=torch.float64) for x in tables)
         return cls(*sums)
 
-    def add(
-        self,
-        ds: Tensor,
-        bias: BlockBias,
-        q: Tensor,
-        k: Tensor,
-        some: slice,
-        rows: slice,
-        columns: slice,
-    ) -> None:
+    def add(self, ds: Tensor, bias: BlockBias, q: Tensor, k: Tensor, place: Place) -> None:
         """Add dS `[some, group · rows, columns]` of a block to the entries that its scores used."""
+        some, rows, columns = place
         pairs = _Pairs.of(q, k, some)
         blocks = ds.unflatten(1, (pairs.group, -1))
         for total, entries in zip((self.position, self.time), bias.entries(pairs, rows, columns)):

@@ -33,11 +33,15 @@ _fused_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_f
 
 
 class Rule(NamedTuple):
-    """How scores are made: scale · q kᵀ, of which a mask hides some. num_targets: of a segment."""
+    """How weights are made: dropout(act(scale · q kᵀ + bias)), of which a mask hides some.
+    num_targets: of a segment."""
 
     mask: AttentionMask | None
     num_targets: int
     scale: float
+    activation: str = "softmax"
+    bias: BlockBias | None = None
+    dropout: BlockDropout | None = None
 
 
 def softmax_forward(
@@ -48,7 +52,7 @@ def softmax_forward(
     stride of 1. finite: whether `dot_products_are_finite` is known to hold."""
     if finite:
         return _fused_forward(q, k, v, rule)
-    mask, num_targets, scale = rule
+    mask, num_targets, scale, *_ = rule
     if mask is None:
         out, lse = _fused_forward(q, k, v, rule)
         undefined = _undefined_rows(q, k, lse, scale)
@@ -63,7 +67,7 @@ def softmax_forward(
     fused_out, fused_lse = _fused_forward(
         _clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), rule
     )
-    exact_out, exact_lse = unfused_forward(q, k, v, rule, "softmax")
+    exact_out, exact_lse = unfused_forward(q, k, v, rule)
     assert exact_lse is not None  # "softmax" returns it
     # The bits of other rows do not change.
     return torch.where(affected[..., None], exact_out, fused_out), torch.where(
@@ -95,7 +99,7 @@ def softmax_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. out, lse: the results of `softmax_forward`. finite: as there, for
     do, q, k and v."""
-    mask, num_targets, scale = rule
+    mask, num_targets, scale, *_ = rule
     if mask is None or finite or dot_products_are_finite(scale, do, q, k, v):
         return _fused_backward(do, q, k, v, out, lse, rule)
     bad_q = _unsafe_rows(q, k, scale) | _unsafe_rows(do, v)
@@ -104,7 +108,7 @@ def softmax_backward(
     do_, q_, out_ = (_clear(x, affected) for x in (do, q, out))
     k_, v_ = (_clear(x, bad_kv) for x in (k, v))
     fused = _fused_backward(do_, q_, k_, v_, out_, lse.masked_fill(affected, 0.0), rule)
-    unfused = unfused_backward(do, q, k, v, rule, "softmax")
+    unfused = unfused_backward(do, q, k, v, rule)
     choices = (affected, affected_keys, affected_keys)
     dq, dk, dv = (torch.where(rows[..., None], x, y) for rows, x, y in zip(choices, unfused, fused))
     return dq, dk, dv
@@ -112,7 +116,7 @@ def softmax_backward(
 
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """`softmax_forward` for operands whose dot products are finite."""
-    mask, num_targets, scale = rule
+    mask, num_targets, scale, *_ = rule
     if mask is None or _is_causal(mask, q, k):
         return _fused_attention(q, k, v, 0.0, mask is not None, scale=scale)
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3])
@@ -128,7 +132,7 @@ def _fused_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`softmax_backward` for operands whose dot products are finite."""
-    mask, num_targets, scale = rule
+    mask, num_targets, scale, *_ = rule
     if mask is None or _is_causal(mask, q, k):
         return _fused_attention_backward(do, q, k, v, out, lse, 0.0, mask is not None, scale=scale)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
@@ -149,18 +153,10 @@ def _is_causal(mask: AttentionMask, q: Tensor, k: Tensor) -> bool:
     return mask.params.is_causal and q.shape[2] == k.shape[2]
 
 
-def unfused_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rule: Rule,
-    activation: str,
-    bias: BlockBias | None = None,
-    dropout: BlockDropout | None = None,
-) -> tuple[Tensor, Tensor | None]:
+def unfused_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
     """P v with P = dropout(act(scale · q kᵀ + bias)), 0 where hidden. With softmax also the
     log-sum-exp of the scores `[segments, heads, rows]`."""
-    mask, num_targets, scale = rule
+    mask, num_targets, scale, activation, bias, dropout = rule
     finite = mask is None or _are_finite(v)
     queries, keys, values = _fold(q * scale, k), k.flatten(0, 1), v.flatten(0, 1)
     pieces, is_whole = _pieces(q, k, mask, num_targets)
@@ -169,14 +165,14 @@ def unfused_forward(
     for some, rows, columns, hidden in pieces:
         scores = queries[some, :, rows].flatten(1, 2) @ keys[some, columns].mT
         if bias is not None:
-            bias.add(scores, q, k, some, rows, columns)
+            bias.add(scores, q, k, (some, rows, columns))
         if lse is not None:
             lse[some, :, rows] = (
                 _hide(scores, hidden, -math.inf).logsumexp(-1).view_as(lse[some, :, rows])
             )
         p, value = _weights(scores, hidden, activation), values[some, columns]
         if dropout is not None:
-            p.masked_fill_(dropout.dropped(q, k, some, rows, columns), 0.0)
+            p.masked_fill_(dropout.dropped(q, k, (some, rows, columns)), 0.0)
         result = (
             p @ value
             if finite or hidden is None
@@ -198,9 +194,6 @@ def unfused_backward(
     k: Tensor,
     v: Tensor,
     rule: Rule,
-    activation: str,
-    bias: BlockBias | None = None,
-    dropout: BlockDropout | None = None,
     dtables: TableGradients | None = None,
     results: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -210,7 +203,7 @@ def unfused_backward(
     results: out and the log-sum-exp of the forward, which may be of more keys than k: softmax
     without a mask then reads them.
     """
-    mask, num_targets, scale = rule
+    mask, num_targets, scale, activation, bias, dropout = rule
     queries = _fold(q * scale, k)
     grads = _fold(do, k)
     delta, sums = None, None
@@ -223,11 +216,12 @@ def unfused_backward(
     pieces, is_whole = _pieces(q, k, mask, num_targets)
     dq, dk, dv = (x if is_whole else torch.zeros_like(x) for x in (queries, keys, values))
     for some, rows, columns, hidden in pieces:
+        place = some, rows, columns
         query, grad = (x[some, :, rows].flatten(1, 2) for x in (queries, grads))
         key, value = keys[some, columns], values[some, columns]
         scores = query @ key.mT
         if bias is not None:
-            bias.add(scores, q, k, some, rows, columns)
+            bias.add(scores, q, k, place)
         if sums is None:
             p = _weights(scores, hidden, activation)
         else:
@@ -235,14 +229,14 @@ def unfused_backward(
         dp = grad @ value.mT
         weights = p
         if dropout is not None:
-            dropped, factor = dropout.dropped(q, k, some, rows, columns), dropout.dropout.factor
+            dropped, factor = dropout.dropped(q, k, place), dropout.dropout.factor
             weights, dp = (x.masked_fill(dropped, 0.0).mul_(factor) for x in (p, dp))
         if delta is None:
             ds = _ds(dp, scores, p, hidden, activation)
         else:
             ds = p * (dp - delta[some, :, rows].flatten(1, 2)[..., None])
         if bias is not None and dtables is not None:
-            dtables.add(ds, bias, q, k, some, rows, columns)
+            dtables.add(ds, bias, q, k, place)
         if is_whole:
             dq = torch.unflatten(ds @ key, 1, dq.shape[1:3])
             dk, dv = ds.mT @ query, weights.mT @ grad

@@ -12,26 +12,20 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from jagged_kernels.common.autograd import refuse_derivative
 from jagged_kernels.din.results import empty_gradients, joined_moments
 from jagged_kernels.schedule.cost import MaskParams
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from ..autocast import host_operator
 from ..masks import AttentionMask, is_visible
 from .buckets import Rows, compute_dtype, groups
 from .din_units import Kept, Units
 from .one_query import are_single, bags, chunks, segment_softmax
+from .operators import host_operator
 
 CHUNK = 4096  # pairs: their hidden units stay in the processor's cache
 MASKED_CHUNK = 16  # chunks of pairs, of which a mask may hide most, at a time
-
-
-class Pairs(NamedTuple):
-    """The operands of a chunk. x: q ∘ k `[P, E]`. z: of the first layer `[P, H]`."""
-
-    x: Tensor
-    z: Tensor
 
 
 class Chunk(NamedTuple):
@@ -195,13 +189,13 @@ class _Operands:
         """These rows of an operand."""
         return _rows(self.rows[name if name in self.rows else "k"], rows).to(self.dtype)
 
-    def pairs(self, chunk: Chunk | Single) -> Pairs:
-        """The chunk's products and first hidden layer."""
+    def pairs(self, chunk: Chunk | Single) -> tuple[Tensor, Tensor]:
+        """The chunk's q ∘ k `[P, E]`, and z of the first layer `[P, H]`."""
         q, a = (chunk.of_q(self.take(x, chunk.q_rows)) for x in "qa")
         k, b = (chunk.of_k(self.take(x, chunk.kv_rows)) for x in "kb")
         x = (q * k).view(-1, q.shape[-1])
         z = (a + b).view(len(x), -1)
-        return Pairs(x, z.addmm_(x, self.weights[0].mT))
+        return x, z.addmm_(x, self.weights[0].mT)
 
     def linear(self, layer: int, h: Tensor) -> Tensor:
         """z of a later layer."""
@@ -213,7 +207,7 @@ class _Operands:
 
     def hidden(self, chunk: Chunk | Single, layer: int) -> Tensor:
         """The chunk's z of a hidden layer."""
-        z = self.pairs(chunk).z
+        _, z = self.pairs(chunk)
         for at in range(layer):
             z = self.linear(at + 1, self.units[at].activated(z))
         return z
@@ -225,7 +219,7 @@ def _empty_results(operands: list[Tensor], *_: object) -> tuple[Tensor, Tensor]:
     return q.new_empty((q.shape[0], v.shape[1])), lse
 
 
-@host_operator("jagged_modules::din_attention_cpu", _empty_results)
+@host_operator("din_attention_cpu", _empty_results)
 def din_attention_cpu(
     operands: list[Tensor],
     weights: list[Tensor],
@@ -271,7 +265,7 @@ def _empty_moments(operands: list[Tensor], weights: list[Tensor], *others: Any) 
     return operands[0].new_empty(shape, dtype=compute_dtype(operands[0]))
 
 
-@host_operator("jagged_modules::din_moments_cpu", _empty_moments)
+@host_operator("din_moments_cpu", _empty_moments)
 def din_moments_cpu(
     operands: list[Tensor],
     weights: list[Tensor],
@@ -294,11 +288,10 @@ def din_moments_cpu(
 
 
 @host_operator(
-    "jagged_modules::din_attention_cpu_backward",
+    "din_attention_cpu_backward",
     lambda do, lse, delta, operands, weights, biases, tables, *others: empty_gradients(
         operands, weights, biases, tables, compute_dtype(do), others[3]
     ),
-    "din_attention is not differentiable twice: its backward has no derivative of its own",
 )
 def din_attention_backward_cpu(
     do: Tensor,
@@ -336,6 +329,14 @@ def din_attention_backward_cpu(
         *gradients.biases,
         *(gradients.sums if tables[0] is not None else []),
     ]
+
+
+for _op in din_attention_cpu, din_moments_cpu:
+    refuse_derivative(_op, "din_attention's operators have no derivative: its node has one")
+refuse_derivative(
+    din_attention_backward_cpu,
+    "din_attention is not differentiable twice: its backward has no derivative of its own",
+)
 
 
 class _Gradients:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..dropout import Dropout
 from ..masks import AttentionMask
 from .attention_bias import BlockBias, BlockDropout
-from .attention_math import SCORES_AT_A_TIME
+from .attention_math import SCORES_AT_A_TIME, Rule
 from .buckets import Rows, present_segments
 from .order import Ordered
 
@@ -54,20 +54,17 @@ class Group(NamedTuple):
             values,
         )
 
-    def bias(self, params: AttentionParams) -> BlockBias | None:
-        """The bias of these segments: that of the first query group."""
-        if not params.has_bias or self.query_group > 0:
-            return None
-        t = None if params.timestamps is None else self.kv_rows.take(params.timestamps)
-        u = None if params.query_timestamps is None else self.rows.take(params.query_timestamps)
-        return BlockBias(params, self.kv_rows.length - self.rows.length + self.shift, t, u)
-
-    def dropout(self, params: AttentionParams) -> BlockDropout | None:
-        """The dropout of these segments' weights."""
-        dropout = Dropout.of(params)
-        return dropout and BlockDropout(
-            dropout, torch.tensor(self.starts, device="cpu"), self.first
-        )
+    def rule(self, params: AttentionParams) -> Rule:
+        """How the weights of these segments are made. The bias is that of the first query group."""
+        bias, drops, dropout = None, None, Dropout.of(params)
+        if params.has_bias and self.query_group == 0:
+            t = None if params.timestamps is None else self.kv_rows.take(params.timestamps)
+            u = None if params.query_timestamps is None else self.rows.take(params.query_timestamps)
+            bias = BlockBias(params, self.kv_rows.length - self.rows.length + self.shift, t, u)
+        if dropout is not None:
+            starts = torch.tensor(self.starts, device="cpu")
+            drops = BlockDropout(dropout, starts, self.first)
+        return Rule(*self.mask, params.scale, params.activation, bias, drops)
 
 
 def groups_of(num_heads: int, ordered: Ordered) -> Iterator[Group]:

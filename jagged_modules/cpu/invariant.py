@@ -10,18 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jagged_kernels.common.autograd import differentiate_by, refuse_derivative
 from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 
 from ..activations import POINTWISE
-from ..autocast import host_operator
 from .buckets import compute_dtype
+from .operators import host_operator
 from .shares import in_shares
 
 
 @host_operator(
-    "jagged_modules::batched_matmul_cpu",
-    lambda weight, x: x.new_empty((x.shape[0], weight.shape[0], x.shape[2])),
+    "batched_matmul_cpu", lambda weight, x: x.new_empty((x.shape[0], weight.shape[0], x.shape[2]))
 )
 def batched_matmul_cpu(weight: Tensor, x: Tensor) -> Tensor:
     """weight `[M, K]` @ x[b] `[K, N]` for each b: `[B, M, N]`. It has derivatives of any order."""
@@ -37,7 +37,7 @@ def batched_matmul_cpu(weight: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-@host_operator("jagged_modules::pointwise_rows_cpu", lambda x, _: x.new_empty(x.shape))
+@host_operator("pointwise_rows_cpu", lambda x, _: x.new_empty(x.shape))
 def pointwise_rows_cpu(x: Tensor, activation: str) -> Tensor:
     """The pointwise activation of this name, applied to each row of x `[L, D]`: `[L, D]`."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -47,11 +47,7 @@ def pointwise_rows_cpu(x: Tensor, activation: str) -> Tensor:
     return out
 
 
-@host_operator(
-    "jagged_modules::pointwise_rows_backward_cpu",
-    lambda grad, x, _: x.new_empty(x.shape),
-    "activations are not differentiable twice under batch_invariant",
-)
+@host_operator("pointwise_rows_backward_cpu", lambda grad, x, _: x.new_empty(x.shape))
 def pointwise_rows_backward_cpu(grad: Tensor, x: Tensor, activation: str) -> Tensor:
     """The gradient of x `[L, D]`, given the gradient `[L, D]` of the result."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -72,27 +68,18 @@ def weight_gradient(do: Tensor, x: Tensor) -> Tensor:
     return torch.tensordot(do, x, dims)
 
 
-def _setup_batched_matmul(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _batched_matmul_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _batched_matmul_gradients(
+    do: Tensor, needs: tuple[bool, bool], weight: Tensor, x: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
     """dW is a sum over the batch, so it is computed as one GEMM: it cannot be batch-invariant."""
-    weight, x = ctx.saved_tensors
-    wants_weight, wants_x = ctx.needs_input_grad
-    return weight_gradient(do, x) if wants_weight else None, batched_matmul_cpu(
-        weight.mT, do
-    ) if wants_x else None
+    dx = batched_matmul_cpu(weight.mT, do) if needs[1] else None
+    return weight_gradient(do, x) if needs[0] else None, dx
 
 
-def _setup_pointwise(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-    x, ctx.activation = inputs
-    ctx.save_for_backward(x)
-
-
-def _pointwise_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return pointwise_rows_backward_cpu(grad, *ctx.saved_tensors, ctx.activation), None
-
-
-batched_matmul_cpu.register_autograd(_batched_matmul_backward, setup_context=_setup_batched_matmul)
-pointwise_rows_cpu.register_autograd(_pointwise_backward, setup_context=_setup_pointwise)
+differentiate_by(batched_matmul_cpu, _batched_matmul_gradients)
+differentiate_by(
+    pointwise_rows_cpu, lambda grad, _, *given: (pointwise_rows_backward_cpu(grad, *given),)
+)
+refuse_derivative(
+    pointwise_rows_backward_cpu, "activations are not differentiable twice under batch_invariant"
+)

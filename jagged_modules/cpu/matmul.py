@@ -10,16 +10,21 @@ these operators. batch_invariant: segments are computed one by one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from jagged_kernels.common.autograd import (
+    differentiate_by,
+    differentiate_by_result,
+    refuse_derivative,
+)
 from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 
-from ..autocast import host_operator
 from .buckets import Rows, compute_dtype, groups, softmax_gradient
 from .one_query import CHUNK, Chunk, bags, chunks, segment_softmax
+from .operators import host_operator
 from .shares import in_shares
 
 EXPONENTIAL = 16  # the time of an element of a softmax in multiplications of a GEMM
@@ -27,7 +32,7 @@ EXPONENTIAL = 16  # the time of an element of a softmax in multiplications of a 
 FEW_COLUMNS = 32
 
 
-@host_operator("jagged_modules::outer_cpu", lambda x, *others: x.new_empty(others[4]))
+@host_operator("outer_cpu", lambda x, *others: x.new_empty(others[4]))
 def outer_cpu(
     x: Tensor,
     y: Tensor,
@@ -47,9 +52,7 @@ def outer_cpu(
     return p
 
 
-@host_operator(
-    "jagged_modules::matmul_cpu", lambda p, y, *others: y.new_empty(others[3], y.shape[1])
-)
+@host_operator("matmul_cpu", lambda p, y, *others: y.new_empty(others[3], y.shape[1]))
 def matmul_cpu(
     p: Tensor,
     y: Tensor,
@@ -75,7 +78,7 @@ def matmul_cpu(
     return out
 
 
-@host_operator("jagged_modules::softmax_cpu", lambda p, *_: p.new_empty(p.shape))
+@host_operator("softmax_cpu", lambda p, *_: p.new_empty(p.shape))
 def softmax_cpu(
     p: Tensor,
     x_offsets: Tensor,
@@ -103,11 +106,7 @@ def softmax_cpu(
     return out
 
 
-@host_operator(
-    "jagged_modules::softmax_backward_cpu",
-    lambda grad, out, *_: out.new_empty(out.shape),
-    "the jagged softmaxes are not differentiable twice",
-)
+@host_operator("softmax_backward_cpu", lambda grad, out, *_: out.new_empty(out.shape))
 def softmax_backward_cpu(
     grad: Tensor,
     out: Tensor,
@@ -185,48 +184,28 @@ def _take(x: Tensor, rows: Rows) -> Tensor:
     return rows.take(x).to(compute_dtype(x))
 
 
-def _setup_outer(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, y, *offsets, total, ctx.batch_invariant = inputs
-    ctx.save_for_backward(x, y, *offsets)
-
-
-def _outer_backward(ctx: Any, dp: Tensor) -> tuple[Tensor | None, ...]:
+def _outer_gradients(
+    dp: Tensor, needs: Sequence[bool], x: Tensor, y: Tensor, *others: Any
+) -> tuple[Tensor | None, ...]:
     """dx[b] = dp[b] @ y[b],  dy[b] = dp[b]ᵀ @ x[b]."""
-    x, y, *offsets = ctx.saved_tensors
-    wants_x, wants_y, *_ = ctx.needs_input_grad
-    dx = matmul_cpu(dp, y, *offsets, x.shape[0], False, ctx.batch_invariant) if wants_x else None
-    dy = matmul_cpu(dp, x, *offsets, y.shape[0], True, ctx.batch_invariant) if wants_y else None
-    return dx, dy, *[None] * 5
+    (*offsets, _), options = others[:4], others[4:]
+    dx = matmul_cpu(dp, y, *offsets, x.shape[0], False, *options) if needs[0] else None
+    return dx, matmul_cpu(dp, x, *offsets, y.shape[0], True, *options) if needs[1] else None
 
 
-def _setup_matmul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    p, y, *offsets, out_rows, ctx.transposed, ctx.batch_invariant = inputs
-    ctx.save_for_backward(p, y, *offsets)
-
-
-def _matmul_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+def _matmul_gradients(
+    do: Tensor, needs: Sequence[bool], p: Tensor, y: Tensor, *others: Any
+) -> tuple[Tensor | None, ...]:
     """dp[b] = do[b] @ y[b]ᵀ and dy[b] = p[b]ᵀ @ do[b]. If transposed, dp[b] = y[b] @ do[b]ᵀ and
     dy[b] = p[b] @ do[b]."""
-    p, y, *offsets = ctx.saved_tensors
-    wants_p, wants_y, *_ = ctx.needs_input_grad
-    pair = (y, do) if ctx.transposed else (do, y)
-    dp = outer_cpu(*pair, *offsets, p.shape[0], ctx.batch_invariant) if wants_p else None
-    dy = None
-    if wants_y:
-        dy = matmul_cpu(p, do, *offsets, y.shape[0], not ctx.transposed, ctx.batch_invariant)
-    return dp, dy, *[None] * 6
+    (*offsets, _, transposed), options = others[:5], others[5:]
+    pair = (y, do) if transposed else (do, y)
+    dp = outer_cpu(*pair, *offsets, p.shape[0], *options) if needs[0] else None
+    of_y = y.shape[0], not transposed, *options
+    return dp, matmul_cpu(p, do, *offsets, *of_y) if needs[1] else None
 
 
-def _setup_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *offsets, ctx.columns, ctx.batch_invariant = inputs
-    ctx.save_for_backward(output, *offsets)
-
-
-def _softmax_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    dp = softmax_backward_cpu(grad, *ctx.saved_tensors, ctx.columns, ctx.batch_invariant)
-    return dp, *[None] * 5
-
-
-outer_cpu.register_autograd(_outer_backward, setup_context=_setup_outer)
-matmul_cpu.register_autograd(_matmul_backward, setup_context=_setup_matmul)
-softmax_cpu.register_autograd(_softmax_backward, setup_context=_setup_softmax)
+differentiate_by(outer_cpu, _outer_gradients)
+differentiate_by(matmul_cpu, _matmul_gradients)
+differentiate_by_result(softmax_cpu, softmax_backward_cpu, 3)
+refuse_derivative(softmax_backward_cpu, "the jagged softmaxes are not differentiable twice")

@@ -60,7 +60,11 @@ def parse_arguments(
     check_dropout("dropout_p", options.dropout_p)
     if options.dropout_seed is not None:
         check_seed(options.dropout_seed, q.device)
-    check_mask(mask, isinstance(keys.offsets, str))
+    check_mask(mask)
+    if mask is not None and isinstance(keys.offsets, str):
+        raise ValueError(
+            "mask must be None where keys are shared by all segments: their rows have no position"
+        )
     check_implementation(implementation, ATTENTION_IMPLEMENTATIONS, q.device)
     check_schedule_of(q, schedule)
     kv_rows = k.shape[0] if pages is None else pages.num_rows
@@ -141,15 +145,10 @@ def check_scalars(activation: object, scale: object, output_scale: object) -> No
         raise ValueError(f"output_scale must be 1 with softmax, got {output_scale}")
 
 
-def check_mask(mask: object, keys_are_shared: bool) -> None:
-    """TypeError or ValueError unless mask is an AttentionMask or None."""
-    if mask is None:
-        return
-    check_kind("mask", mask, AttentionMask, "an AttentionMask")
-    if keys_are_shared:
-        raise ValueError(
-            "mask must be None where keys are shared by all segments: their rows have no position"
-        )
+def check_mask(mask: object) -> None:
+    """TypeError unless mask is an AttentionMask or None."""
+    if mask is not None:
+        check_kind("mask", mask, AttentionMask, "an AttentionMask")
 
 
 def check_schedule_of(q: Tensor, schedule: Any) -> None:

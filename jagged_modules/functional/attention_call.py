@@ -12,9 +12,9 @@ from jagged_kernels.schedule.host import TileSchedule, mask_of_groups
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..autocast import autocast, autocast_operands
 from ..bias import RelativeBias
 from ..dropout import parse_dropout
+from ..dtypes import autocast, autocast_operands
 from ..masks import AttentionMask
 from ..segments import RowSegments, check_device, normal_form
 from ..settings import backward_workspace, is_batch_invariant

@@ -9,10 +9,9 @@ from jagged_kernels.block_attention.configs import fits_shared_memory
 from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
 
-from ..autocast import autocast
 from ..containers.offsets import block_offsets, positions_in_segments
 from ..dropout import check_dropout, check_seed, parse_dropout
-from ..dtypes import uses_kernels
+from ..dtypes import autocast, uses_kernels
 from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
 from ..scalars import check_size, possessive
 from ..settings import is_batch_invariant

@@ -9,9 +9,9 @@ from jagged_kernels.din.configs import MAX_WEIGHTS, has_kernels
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
 from ..containers.padding import padded_to
+from ..dtypes import autocast
 from ..masks import AttentionMask, check_num_targets
 from ..reference import din_attention_reference
 from ..scalars import check_choice, check_kind, is_sequence
@@ -130,7 +130,7 @@ def din_attention(
     mlp = checked_mlp(q, DINMlp(weights, biases, activation, normalize, features, units))  # type: ignore[arg-type]  # checked there
     check_offsets("kv_offsets", kv_offsets, k.shape[0])
     check_device("kv_offsets", kv_offsets, q.device, "q's")
-    check_mask(mask, False)
+    check_mask(mask)
     if mask is not None:
         check_num_targets("mask.num_targets", mask.num_targets, kv_offsets, q.device, "q's")
     keys = parse_segments("kv_offsets", kv_offsets, k.shape[0], q.device)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from ..autocast import autocast_dtype
 from ..cpu.buckets import compute_dtype
+from ..dtypes import autocast_dtype
 from ..scalars import check_number
 from ..validation import check_tensor
 

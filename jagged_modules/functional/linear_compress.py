@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autocast import autocast, autocast_dtype
 from ..containers.candidates import CandidateIndex
 from ..cpu.linear_compress import linear_compress_cpu
-from ..dtypes import WrongDtype, uses_kernels
+from ..dtypes import WrongDtype, autocast, autocast_dtype, uses_kernels
 from ..reference import linear_compress_reference
 from ..scalars import possessive
 from ..segments import (

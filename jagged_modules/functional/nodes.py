@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autocast import autocast_dtype
+from ..dtypes import autocast_dtype
 from ..tracing import is_exporting
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..autocast import autocast
-from ..dtypes import uses_kernels
+from ..dtypes import autocast, uses_kernels
 from ..validation import IMPLEMENTATIONS, check_implementation, check_tensor, refuse_transforms
 
 

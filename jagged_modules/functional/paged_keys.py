@@ -9,9 +9,8 @@ import torch
 from jagged_kernels.attention.pages import SMALLEST_PAGE, Pages
 from torch import Tensor
 
-from ..autocast import autocast_dtype
 from ..containers.pages import DTYPES_OF_8_BITS, gather_keys
-from ..dtypes import names
+from ..dtypes import autocast_dtype, names
 from ..scalars import check_kind, check_size
 from ..segments import (
     check_device,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
-from ..autocast import autocast_dtype
 from ..containers.jagged import Jagged
 from ..containers.offsets import (
     block_offsets,
@@ -22,6 +21,7 @@ from ..containers.offsets import (
 )
 from ..containers.padding import indices_of_true, padded_to
 from ..cpu.buckets import compute_dtype
+from ..dtypes import autocast_dtype
 from ..scalars import check_kind, check_size
 from ..segments import check_device, check_integers, checked_offsets, values_are_checkable
 from ..validation import IMPLEMENTATIONS, check_dense, check_implementation

@@ -33,8 +33,7 @@ def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Te
     if not runs_kernels(x):
         behind = torch.arange(x.shape[0], device=x.device) >= offsets.select(0, -1)
         return x.masked_fill(behind.view(-1, *[1] * (x.dim() - 1)), 0)
-    result: Tensor = apply(_WithoutTail, x, offsets, clears_gradient)
-    return result
+    return apply(_WithoutTail, x, offsets, clears_gradient)
 
 
 def entering(x: Tensor, end: Tensor | None) -> Tensor:
@@ -48,8 +47,7 @@ def leaving(x: Tensor, end: Tensor | None) -> Tensor:
         return x
     if not (runs_kernels(x) and x.is_contiguous()):
         return without_tail(x, end)
-    result: Tensor = apply(_Leaving, x, end)
-    return result
+    return apply(_Leaving, x, end)
 
 
 def with_zero_tail(x: Tensor, end: Tensor | None, *others: tuple[Tensor, Tensor]) -> Tensor:

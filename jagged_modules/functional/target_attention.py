@@ -12,8 +12,8 @@ from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
+from ..dtypes import autocast
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_kind, is_sequence
 from ..segments import RowSegments, check_device, check_offsets, check_offsets_shape, parse_segments

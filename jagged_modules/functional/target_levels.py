@@ -19,9 +19,9 @@ from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
 from ..containers.jagged import Jagged
+from ..dtypes import autocast
 from ..scalars import is_sequence, to_ints
 from ..segments import RowSegments, check_device, check_offsets, parse_segments
 from ..validation import check_implementation, check_tensor

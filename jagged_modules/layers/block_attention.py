@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ..containers.jagged import wrap_rows
+from ..containers.jagged import C, wrap_rows
 from ..dropout import check_dropout
 from ..functional import block_diagonal_attention_packed
 from ..functional.attention_arguments import BLOCKS
@@ -18,15 +17,12 @@ from ..functional.tail import entering, leaving
 from ..rotary import Rotary, rotary_tables
 from ..scalars import check_choice, check_size
 from ..segments import check_offsets
-from ..tracing import call_of, one_module
 from ..validation import resolve_head_dim
 from .block_attention_node import BlockAttention, block_attention_node
-from .invariant import fixed_rows
+from .invariant import fixed_module
 from .keywords import name_keywords
 from .one_node import in_training, node_dtype
 from .parameters import Layer, in_heads
-
-C = TypeVar("C")  # a container
 
 
 @name_keywords
@@ -101,8 +97,7 @@ class BlockDiagonalSelfAttention(Layer):
         )
         self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
 
-    @one_module
-    @fixed_rows
+    @fixed_module
     def forward(self, x: C) -> C:
         """Attend within the blocks of each segment.
 
@@ -135,11 +130,6 @@ class BlockDiagonalSelfAttention(Layer):
             qkv, jagged.offsets, block_size=self.block_size, rotary=rotary, dropout_p=dropout
         )
         return jagged.unwrap(leaving(self.out_proj(out.flatten(1)), end))
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
 
 
 class _RotaryTables(nn.Module):

@@ -42,8 +42,7 @@ def block_attention_node(
 ) -> Tensor:
     """The layer's result `[L, E]` in the operands' dtype, for x `[L, E]`."""
     parameters = qkv_proj.weight, qkv_proj.bias, out_proj.weight, out_proj.bias
-    result: Tensor = apply(_Node, x, *parameters, attention)
-    return result
+    return apply(_Node, x, *parameters, attention)
 
 
 class _Node(torch.autograd.Function):

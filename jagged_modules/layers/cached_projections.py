@@ -16,24 +16,16 @@ from ..functional.tail import entering, leaving
 from ..scalars import check_kind
 from ..tracing import through_call
 from ..validation import check_layer_input
-from .invariant import fixed_rows
 from .one_node import linear, node_dtype
 from .parameters import Layer, in_heads
 
 
-class CachesProjection(Layer):
-    """A layer whose keys and values are a projection of a history's rows: `kv_proj`, which gives k
-    of all heads, then v."""
-
-    embedding_dim: int
-    num_heads: int
-    head_dim: int
-    kv_proj: nn.Linear
+class CachesRows(Layer):
+    """A layer that caches something of each row of a history, which no other row changes."""
 
     max_cached_rows = None  # for PagedHistoryCache
 
     @through_call
-    @fixed_rows
     def cache(self, history: Any) -> HistoryCache:
         """Compute the keys and values of the histories, for any number of later calls of `score`.
 
@@ -41,32 +33,85 @@ class CachesProjection(Layer):
             history: any container of `[L, E]` values in B segments, one per user.
 
         Returns:
-            The cache, with one layer of values `[L, num_heads, 2 · head_dim]`.
+            The cache, with one layer of values `[L, num_heads, 2 · head_dim]`; of a
+            `JaggedDINAttention` `[L, 1, E + H1]`, the events and what the first linear adds for
+            each of them.
 
         Raises:
             TypeError, ValueError: as `forward`.
         """
-        rows = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
-        return self._cached("history", rows)
+        return self._cached("history", history)[1]
 
-    def _cached(self, name: str, rows: Jagged) -> HistoryCache:
-        """Keys and values of these rows, which errors call `name`."""
+    @through_call
+    def append(self, events: Any, cache: HistoryCache) -> tuple[None, HistoryCache]:
+        """Compute the keys and values of the next events of cached histories. Those of the earlier
+        events do not change.
+
+        Args:
+            events: any container of `[N, E]` values; segment b has the next events of history b.
+            cache: of the histories, of which only the number is read.
+
+        Returns:
+            None, because events have no output, and the cache of the events. `cache.append` adds
+            them to the cache.
+
+        Raises:
+            TypeError, ValueError: as `cache`; the cache has another number of segments or another
+                shape.
+        """
+        return None, self._appended(events, cache)[1]
+
+    def _cached(self, name: str, x: Any) -> tuple[Jagged, HistoryCache]:
+        """The rows of x, which errors call `name`, and what is cached of them."""
+        rows = self._wrapped(name, x)
         end = rows.end(name)
-        values = entering(rows.values, end)
-        keys_and_values = projected_in_heads(values, self.kv_proj, self.num_heads)
-        if keys_and_values is None:
-            k_and_v = in_heads("kv_proj", self.kv_proj(values), 2, self.num_heads, self.head_dim)
-            keys_and_values = torch.cat(k_and_v.unbind(1), dim=2)
-        return HistoryCache((rows.with_values(leaving(keys_and_values, end)),))
+        kept = leaving(self._kept(entering(rows.values, end)), end)
+        return rows, HistoryCache((rows.with_values(kept),))
 
     def _appended(self, events: Any, cache: HistoryCache) -> tuple[Jagged, HistoryCache]:
-        """The events' rows, and their keys and values."""
-        rows = wrap_rows("events", events, self.embedding_dim, self.kv_proj)
+        """`_cached` of the events, after a check of the cache."""
+        rows, new = self._cached("events", events)
         self._layer_of(cache, "events", rows)
-        return rows, self._cached("events", rows)
+        return rows, new
 
-    def _layer_of(self, cache: Any, name: str, x: Jagged | None) -> Jagged:
-        return layer_of_cache(cache, name, x, self.num_heads, 2 * self.head_dim, self.kv_proj)
+    def _wrapped(self, name: str, x: Any) -> Jagged:
+        """The rows of x, which errors call `name`, checked."""
+        raise NotImplementedError
+
+    def _kept(self, rows: Tensor) -> Tensor:
+        """What is cached of rows `[N, E]`, `[N, heads, width]`."""
+        raise NotImplementedError
+
+    def _layer_of(self, cache: HistoryCache, name: str, x: Jagged | None) -> Jagged:
+        """`layer_of_cache` with the shape of `_kept`."""
+        raise NotImplementedError
+
+
+class CachesProjection(CachesRows):
+    """A layer whose keys and values are a projection of a history's rows: `kv_proj`, which gives k
+    of all heads, then v."""
+
+    embedding_dim: int
+    num_kv_heads: int
+    head_dim: int
+    kv_proj: nn.Linear
+
+    def _wrapped(self, name: str, x: Any) -> Jagged:
+        return wrap_rows(name, x, self.embedding_dim, self.kv_proj)
+
+    def _kept(self, rows: Tensor) -> Tensor:
+        kept = projected_in_heads(rows, self.kv_proj, self.num_kv_heads)
+        return torch.cat(self._project(rows), dim=2) if kept is None else kept
+
+    def _layer_of(self, cache: HistoryCache, name: str, x: Jagged | None) -> Jagged:
+        return layer_of_cache(cache, name, x, self.num_kv_heads, 2 * self.head_dim, self.kv_proj)
+
+    def _project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[N, num_kv_heads, head_dim]` of these rows."""
+        projected = self.kv_proj(rows)
+        kv = in_heads("kv_proj", projected, 2, self.num_kv_heads, self.head_dim)
+        k, v = kv.unbind(1)
+        return k, v
 
 
 def layer_of_cache(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, wrap_rows
+from ..dtypes import autocast
 from ..functional.attention_arguments import check_mask
 from ..functional.din_attention import DINMlp, attend_by_mlp, checked_features, event_part
 from ..functional.operands import runs_kernels
@@ -21,20 +21,17 @@ from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_choice, check_number, check_size, is_sequence
 from ..settings import is_batch_invariant
-from ..tracing import call_of, one_module, through_call
+from ..tracing import one_module, through_call
 from ..unit_activations import UNIT_ACTIVATIONS, WITH_PARAMETERS, UnitParameters
-from .cached_projections import layer_of_cache
+from .cached_projections import CachesRows, layer_of_cache
 from .din_weights import read_mlp
 from .keywords import name_keywords
 from .one_node import has_call_of_its_own
-from .parameters import Layer
-from .targets import Targets, parse_targets
-
-T = TypeVar("T")  # the container of the targets, or a dense tensor
+from .targets import T, Targets, parse_targets
 
 
 @name_keywords
-class JaggedDINAttention(Layer):
+class JaggedDINAttention(CachesRows):
     """Target attention of DIN (Zhou et al. 2018, arXiv:1706.06978): the weight of each event is an
     MLP's score of the features of target and event. No tensor has a row for each pair.
 
@@ -93,7 +90,7 @@ class JaggedDINAttention(Layer):
         check_choice("normalize", normalize, (None, "softmax"))
         check_number("eps", eps, low=0)
         check_number("momentum", momentum, 0, 1)
-        check_mask(mask, False)
+        check_mask(mask)
         self.embedding_dim, self.hidden = embedding_dim, tuple(hidden)
         self.activation, self.normalize = activation, normalize
         self.features, self.mask = checked_features(features), mask
@@ -151,44 +148,7 @@ class JaggedDINAttention(Layer):
         layer.load_state_dict(found.state_dict())
         return layer
 
-    @through_call
-    def cache(self, history: Any) -> HistoryCache:
-        """The events, and what the first linear adds for each of them, for any number of later
-        calls of `score`.
-
-        Args:
-            history: any container of `[L, E]` values in B segments, one per user.
-
-        Returns:
-            The cache, with one layer of values `[L, 1, E + H1]`.
-
-        Raises:
-            TypeError, ValueError: as `forward`.
-        """
-        return self._cached("history", self._wrapped("history", history))
-
-    @through_call
-    def append(self, events: Any, cache: HistoryCache) -> tuple[None, HistoryCache]:
-        """The next events of cached histories, as `cache` has them. Those of the earlier events do
-        not change.
-
-        Args:
-            events: any container of `[N, E]` values; segment b has the next events of history b.
-            cache: of the histories, of which only the number is read.
-
-        Returns:
-            None, because events have no output, and the cache of the events. `cache.append` adds
-            them to the cache.
-
-        Raises:
-            TypeError, ValueError: as `forward`; the cache has another number of segments or another
-                shape.
-        """
-        jagged = self._wrapped("events", events)
-        self._layer_of(cache, "events", jagged)
-        return None, self._cached("events", jagged)
-
-    append_reads_cache, max_cached_rows = False, None  # for PagedHistoryCache
+    append_reads_cache = False  # for PagedHistoryCache
 
     @through_call
     def score(
@@ -240,11 +200,6 @@ class JaggedDINAttention(Layer):
         k = entering(autocast(jagged.values), given.levels[0].end)
         return self._attend(given, k, None)
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
-
     def _wrapped(self, name: str, x: Any) -> Jagged:
         return wrap_rows(name, x, self.embedding_dim, self.linears[0], "din_attention")
 
@@ -257,11 +212,9 @@ class JaggedDINAttention(Layer):
         width = self.embedding_dim + self.hidden[0]
         return layer_of_cache(cache, name, x, 1, width, self.linears[0])
 
-    def _cached(self, name: str, rows: Jagged) -> HistoryCache:
-        end = rows.end(name)
-        k = entering(autocast(rows.values), end)
-        values = torch.cat([k, event_part(k, self._mlp())], 1).unsqueeze(1)
-        return HistoryCache((rows.with_values(leaving(values, end)),))
+    def _kept(self, rows: Tensor) -> Tensor:
+        k = autocast(rows)
+        return torch.cat([k, event_part(k, self._mlp())], 1).unsqueeze(1)
 
     def _attend(self, given: Targets, k: Tensor, b: Tensor | None) -> Any:
         (level,) = given.levels

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
 from ..activations import POINTWISE, activation_of_rows
-from ..containers.jagged import Jagged, wrap_rows
+from ..containers.jagged import C, Jagged, wrap_rows
 from ..dropout import check_dropout
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
-from ..tracing import call_of, one_module
+from ..tracing import one_module
 from .encoder_node import encoder_dtype, encoder_node
 from .from_torch import (
     activation_of,
@@ -39,7 +39,6 @@ from .parameters import Layer
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-C = TypeVar("C")  # a container
 NORMS = {"layer": RowNorm, "rms": RMSNorm}
 
 
@@ -240,11 +239,6 @@ class JaggedEncoderLayer(Layer):
             rows = self.norm2(rows + self.dropout(self._ffn(rows)))
         return jagged.unwrap(leaving(rows, end))
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
-
     def _attended(self, jagged: Jagged, rows: Tensor, num_targets: Tensor | None) -> Tensor:
         own = jagged.with_values(rows)
         own.is_clean = True  # forward sees to the rows behind the end
@@ -318,8 +312,3 @@ class JaggedEncoder(Layer):
         if self.norm is None:
             return jagged.unwrap(rows.values)
         return jagged.unwrap(leaving(self.norm(rows.values), jagged.end("x")))
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...

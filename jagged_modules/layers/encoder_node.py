@@ -4,6 +4,7 @@ network of `mlp_node.py`, each with a norm and a residual around it, as `residua
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,17 +35,6 @@ from .residual_node import Around, Residual, residual_gradients, with_residual
 
 if TYPE_CHECKING:
     from .encoder import JaggedEncoderLayer
-
-
-class NetworkInputs(NamedTuple):
-    """Parameters of the feed-forward network and of its norm; the norm's bias may be None."""
-
-    norm: Tensor
-    norm_bias: Tensor | None
-    weight1: Tensor
-    bias1: Tensor
-    weight2: Tensor
-    bias2: Tensor
 
 
 class EncoderCall(NamedTuple):
@@ -89,8 +79,7 @@ def encoder_node(
     parameters = parameters_of(*linears)
     network = FeedForward(*kernels_activation(layer.activation), of_dropout)
     call = EncoderCall(attention, network, residual(layer.norm2, 0))
-    result: Tensor = apply(_Node, *inputs, *norm_parameters(layer.norm2), *parameters, call)
-    return result
+    return apply(_Node, *inputs, *norm_parameters(layer.norm2), *parameters, call)
 
 
 class _Node(torch.autograd.Function):
@@ -99,7 +88,7 @@ class _Node(torch.autograd.Function):
         *inputs, call = arguments
         count = len(NodeInputs._fields)
         x, of_attention = attention_part(ctx, NodeInputs(*inputs[:count]), call.attention)
-        y, of_network = _network(ctx, x, NetworkInputs(*inputs[count:]), call)
+        y, of_network = _network(ctx, x, inputs[count:], call)
         ctx.save_for_backward(*of_network, *of_attention)
         return y
 
@@ -117,26 +106,27 @@ class _Node(torch.autograd.Function):
 
 
 def _network(
-    ctx: Any, x: Tensor, inputs: NetworkInputs, call: EncoderCall
+    ctx: Any, x: Tensor, inputs: Sequence[Any], call: EncoderCall
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The layer's result for that of the attention, and what `_network_gradients` reads."""
+    """The layer's result for that of the attention, and what `_network_gradients` reads. inputs:
+    weight and bias, which may be None, of the network's norm and of its linears."""
     ctx.network, ctx.network_residual, ctx.network_dtype = *call[1:], x.dtype
     trains, end = any(ctx.needs_input_grad), call.attention.ends[0]
 
     def part(rows: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         return feed_forward(rows, inputs[2:], call.network, trains)
 
-    y, around, saved = with_residual(x, inputs[:2], call.residual, end, part)
+    y, around, saved = with_residual(x, (inputs[0], inputs[1]), call.residual, end, part)
     return y, [*around, *saved]
 
 
 def _network_gradients(
     ctx: Any, dy: Tensor, around: Around, saved: SavedFeedForward
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-    """Of the attention's result and of `NetworkInputs`."""
+    """Of the attention's result and of the inputs of `_network`."""
     count = len(NodeInputs._fields)
     of_attention = any(ctx.needs_input_grad[:count])
-    of_network = ctx.needs_input_grad[count:-1]  # as NetworkInputs
+    of_network = ctx.needs_input_grad[count:-1]  # as inputs of `_network`
     norm_first, rows_dtype = ctx.network_residual.norm_first, saved.rows.dtype
     dtypes = rows_dtype if norm_first else ctx.network_dtype, ctx.dtype
 

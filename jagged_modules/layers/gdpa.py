@@ -4,7 +4,7 @@ queries, or a feed-forward."""
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jagged_kernels.attention.pages import Pages
@@ -14,7 +14,7 @@ from torch.types import Device
 from ..activations import ACTIVATIONS
 from ..bias import RelativeBias
 from ..containers.history_cache import HistoryCache
-from ..containers.jagged import Jagged, check_same_segments, wrap_rows
+from ..containers.jagged import C, Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands
 from ..functional.attention import attend
 from ..functional.attention_arguments import check_mask
@@ -24,26 +24,24 @@ from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_choice, check_kind
 from ..segments import RowSegments
-from ..tracing import as_constant, call_of, one_module, through_call
+from ..tracing import as_constant, through_call
 from ..validation import resolve_head_dim
-from .cached_projections import layer_of_cache, projected_in_heads
+from .cached_projections import CachesProjection
 from .from_torch import checked_attention, load_attention, place
 from .gdpa_config import GDPAConfig
 from .gdpa_node import Sides, gdpa_dtype, gdpa_node
-from .invariant import fixed_rows
+from .invariant import fixed_module
 from .keywords import name_keywords
 from .norms import RMSNorm
 from .one_node import cast_linears, in_training
-from .parameters import Layer, in_heads
+from .parameters import in_heads
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-C = TypeVar("C")  # a container
-
 
 @name_keywords
-class JaggedGDPA(Layer):
+class JaggedGDPA(CachesProjection):
     """Generalised dot-product attention within each segment: any activation may replace softmax. It
     adds no norm and no residual.
 
@@ -108,7 +106,7 @@ class JaggedGDPA(Layer):
         check_choice("activation", activation, ACTIVATIONS)
         if activation == "softmax" and config.output_scale != 1:
             raise ValueError(f"output_scale must be 1 with softmax, got {config.output_scale}")
-        check_mask(mask, False)
+        check_mask(mask)
         if mask is not None and (config.num_seeds or config.num_weights):
             raise ValueError(
                 "mask must be None with num_seeds or num_weights: learned rows have no position"
@@ -173,8 +171,7 @@ class JaggedGDPA(Layer):
             nn.init.normal_(self.value_weights, std=self.config.num_weights**-0.5)
 
     @through_call
-    @fixed_rows
-    def cache(self, context: Any) -> HistoryCache:
+    def cache(self, context: Any) -> HistoryCache:  # pyright: ignore[reportIncompatibleMethodOverride] - of another name
         """Compute the keys and values of the context's rows, for any number of later calls of
         `score`.
 
@@ -187,35 +184,9 @@ class JaggedGDPA(Layer):
         Raises:
             TypeError, ValueError: as `forward`; the config has num_seeds or num_weights.
         """
-        self._check_cacheable()
-        rows = wrap_rows("context", context, self.embedding_dim, self.out_proj)
-        return self._cached("context", rows)
+        return self._cached("context", context)[1]
 
     @through_call
-    @fixed_rows
-    def append(self, events: Any, cache: HistoryCache) -> tuple[None, HistoryCache]:
-        """Compute the keys and values of the next rows of cached contexts. Those of the earlier
-        rows do not change.
-
-        Args:
-            events: any container of `[N, E]` values; segment b has the next rows of context b.
-            cache: keys and values of the contexts, of which only the number is read.
-
-        Returns:
-            None, because `score` computes outputs, and the keys and values of the events.
-            `cache.append` adds them to the cache.
-
-        Raises:
-            TypeError, ValueError: as `cache`; the cache has another number of segments or another
-                shape.
-        """
-        self._check_cacheable()
-        rows = wrap_rows("events", events, self.embedding_dim, self.out_proj)
-        self._layer_of(cache, "events", rows)
-        return None, self._cached("events", rows)
-
-    @through_call
-    @fixed_rows
     def score(
         self,
         x: C,
@@ -241,8 +212,7 @@ class JaggedGDPA(Layer):
         Raises:
             TypeError, ValueError: as `forward`; the cache does not fit the layer.
         """
-        self._check_cacheable()
-        rows = wrap_rows("x", x, self.embedding_dim, self.out_proj)
+        rows = self._wrapped("x", x)
         keys = self._layer_of(cache, "x", rows)
         mask = self._checked_options(rows, keys, "cache", num_targets, bias)
         values, pages = paged_operands(keys)
@@ -252,10 +222,9 @@ class JaggedGDPA(Layer):
         out = self._attend(q, k, v, rows, keys, mask, bias, pages)
         return rows.unwrap(leaving(out, end))
 
-    append_reads_cache, max_cached_rows = False, None  # for PagedHistoryCache
+    append_reads_cache = False  # for PagedHistoryCache
 
-    @one_module
-    @fixed_rows
+    @fixed_module
     def forward(
         self,
         x: C,
@@ -304,11 +273,6 @@ class JaggedGDPA(Layer):
         out = self._attend(q, k, v, rows, keys, mask, bias)
         return self._unwrapped(rows, out if config.num_seeds else leaving(out, end))
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
-
     def _unwrapped(self, rows: Jagged, out: Tensor) -> Any:
         if not self.config.num_seeds:
             return rows.unwrap(out)
@@ -320,10 +284,8 @@ class JaggedGDPA(Layer):
         return self.q_norm(in_heads("q_proj", q_proj(rows), self.num_heads, self.head_dim))
 
     def _project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed keys and values `[M, num_kv_heads, head_dim]`."""
-        projected = self.kv_proj(rows)
-        kv = in_heads("kv_proj", projected, 2, self.num_kv_heads, self.head_dim)
-        k, v = kv.unbind(1)
+        """Normed keys and values."""
+        k, v = super()._project(rows)
         return self.k_norm(k), v
 
     def _attend(
@@ -384,27 +346,19 @@ class JaggedGDPA(Layer):
         values, end = (None, None) if keys is rows else (keys.values, keys.end("context"))
         return Sides(values, (rows.end("x"), end), *attention)
 
-    def _cached(self, name: str, rows: Jagged) -> HistoryCache:
-        """Keys and values of these rows, which errors call `name`."""
-        end = rows.end(name)
-        values, keys_and_values = entering(rows.values, end), None
-        if not self.config.qk_norm:
-            keys_and_values = projected_in_heads(values, self.kv_proj, self.num_kv_heads)
-        if keys_and_values is None:
-            keys_and_values = torch.cat(self._project(values), dim=2)
-        return HistoryCache((rows.with_values(leaving(keys_and_values, end)),))
-
-    def _check_cacheable(self) -> None:
-        for name in ("num_seeds", "num_weights"):
-            if getattr(self.config, name):
+    def _wrapped(self, name: str, x: Any) -> Jagged:
+        for option in ("num_seeds", "num_weights"):
+            if getattr(self.config, option):
                 raise ValueError(
-                    f"config.{name} must be 0 to cache keys and values of a context, got"
-                    f" {getattr(self.config, name)}"
+                    f"config.{option} must be 0 to cache keys and values of a context, got"
+                    f" {getattr(self.config, option)}"
                 )
+        return super()._wrapped(name, x)
 
-    def _layer_of(self, cache: HistoryCache, name: str, x: Jagged) -> Jagged:
-        width = 2 * self.head_dim
-        return layer_of_cache(cache, name, x, self.num_kv_heads, width, self.kv_proj)
+    def _kept(self, rows: Tensor) -> Tensor:
+        if self.config.qk_norm:
+            return torch.cat(self._project(rows), dim=2)
+        return super()._kept(rows)
 
     def _checked_inputs(
         self, rows: Jagged, context: Any, num_targets: Tensor | None, bias: RelativeBias | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from jagged_kernels.rows.configs import MAX_WIDTH
@@ -10,18 +10,16 @@ from torch import Tensor
 from torch.types import Device
 
 from ..bias import RelativeBias
-from ..containers.jagged import wrap_rows
+from ..containers.jagged import C, wrap_rows
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask
-from ..tracing import call_of, one_module
+from ..tracing import one_module
 from .gdpa import JaggedGDPA
 from .gdpa_config import GDPAConfig
 from .gdpa_node import gdpa_dtype, gdpa_node
 from .keywords import name_keywords
 from .norms import RMSNorm
 from .parameters import Layer
-
-C = TypeVar("C")  # a container
 
 
 @name_keywords
@@ -102,8 +100,3 @@ class GDPABlock(Layer):
         normed.is_clean = end is not None or jagged.is_clean
         out = rows + attention(normed, context, num_targets, bias).values
         return jagged.unwrap(leaving(out, end))
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...

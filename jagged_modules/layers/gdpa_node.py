@@ -144,8 +144,7 @@ def gdpa_node(
     if norm is not None:
         residual = Residual(dtype, NormOptions.of(norm), columns=bias_columns(x, dtype))
     arguments = node_arguments(layer, x, norm, dtype, sides, residual)
-    result: Tensor = apply(_Node, *arguments)
-    return result
+    return apply(_Node, *arguments)
 
 
 def node_arguments(

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.types import Device
 
-from ..autocast import autocast_dtype
 from ..bias import RelativeBias
-from ..containers.jagged import Jagged, check_same_segments, wrap_rows
+from ..containers.jagged import C, Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands, room_of
+from ..dtypes import autocast_dtype
 from ..functional.attention import attend, attention_arguments
 from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind
 from ..segments import check_device, check_index_values, check_integers
-from ..tracing import call_of, one_module, through_call
+from ..tracing import through_call
 from ..validation import resolve_head_dim
 from .cached_projections import check_cached_values
 from .hstu_config import HSTUConfig, Times, check_appendable, check_lengths, check_row_timestamps
 from .hstu_node import gated_output, hstu_node, norm_rows, takes_kernels
 from .hstu_rows import Keys, Rows, joined
-from .invariant import fixed_rows
+from .invariant import fixed_module
 from .keywords import name_keywords
 from .norms import NORM_KINDS, make_norm
 from .one_node import cast_linears, in_training
 from .parameters import Layer, check_columns, xavier_linear
 
-C = TypeVar("C")  # a container
 BIAS_STD = 0.02  # initial standard deviation of the entries of both bias tables
 
 
@@ -141,7 +140,7 @@ class HSTULayer(Layer):
         super().reset_parameters()
         self._reset_bias()
 
-    @one_module
+    @fixed_module
     def forward(
         self,
         x: C,
@@ -179,11 +178,6 @@ class HSTULayer(Layer):
             return self._updated_by_node(jagged, mask, bias)
         rows = self._project("x", jagged)
         return self._updated(rows, self._attend_within(rows, mask, bias))
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
 
     @through_call
     def cache(
@@ -356,7 +350,6 @@ class HSTULayer(Layer):
             values = entering(values, end)
         return Rows(x, end, by_kernels, values, *self._uqkv(values, end, by_kernels))
 
-    @fixed_rows
     def _uqkv(
         self, x: Tensor, end: Tensor | None, by_kernels: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -461,7 +454,6 @@ class HSTULayer(Layer):
         """The rows' container with updated values, from their attention."""
         return rows.jagged.unwrap(leaving(self._output(rows, a), rows.end))
 
-    @fixed_rows
     def _output(self, rows: Rows, a: Tensor) -> Tensor:
         x, u = rows.values, rows.u
         if rows.by_kernels:

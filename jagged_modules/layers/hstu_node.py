@@ -24,7 +24,7 @@ from jagged_kernels.common.device import zeroed_behind
 from jagged_kernels.rows.configs import MAX_WIDTH
 from torch import Tensor, nn
 
-from ..autocast import autocast_dtype
+from ..dtypes import autocast_dtype
 from ..functional.nodes import apply, differentiable_once, is_last_backward, release
 from ..functional.tail import residual_sum
 from .norms import NORM_KINDS, NormOptions, norm_parameters
@@ -139,8 +139,7 @@ def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
     norm, gate = layer.output_norm, Gate(layer.dropout.p, NormOptions.of(layer.output_norm))
     projection = layer.out_proj.weight.to(autocast_dtype(x))
     seed = dropout_seed(layer, x)
-    result: Tensor = apply(_GatedOutput, x, u, a, *norm_parameters(norm), projection, seed, gate)
-    return result
+    return apply(_GatedOutput, x, u, a, *norm_parameters(norm), projection, seed, gate)
 
 
 def hstu_node(layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Arguments) -> Tensor:
@@ -166,17 +165,9 @@ class _HSTULayer(torch.autograd.Function):
     parameters are those that `hstu_node` gives, not cast."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        seed: Tensor | None,
-        end: Tensor | None,
-        plan: Plan,
-        of_attention: tuple[Any, Any, Any],
-        *parameters: Any,
-    ) -> Tensor:
-        update = linear(*_gated(ctx, x, seed, end, plan, of_attention, parameters), None)
-        return residual_sum(x, update[: x.shape[0]], end)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        x, _, end, *_ = arguments
+        return residual_sum(x, linear(*_gated(ctx, *arguments), None)[: x.shape[0]], end)
 
     @staticmethod
     @differentiable_once
@@ -246,7 +237,7 @@ def _gated(
     end: Tensor | None,
     plan: Plan,
     of_attention: tuple[Any, Any, Any],
-    parameters: tuple[Any, ...],
+    *parameters: Any,
 ) -> tuple[Tensor, Tensor]:
     """The operands of the output's projection. Saves what a backward reads; what it does not is
     free when this returns, and the normed rows before the attention."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
 from ..containers.history_cache import HistoryCache
-from ..containers.jagged import Jagged, wrap_rows
+from ..containers.jagged import C, Jagged, wrap_rows
 from ..scalars import check_kind, check_size
-from ..tracing import call_of, one_module, through_call
+from ..tracing import one_module, through_call
 from .hstu import HSTULayer
 from .hstu_config import (
     HSTUConfig,
@@ -24,8 +24,6 @@ from .hstu_config import (
 )
 from .keywords import name_keywords
 from .parameters import Layer
-
-C = TypeVar("C")  # a container
 
 
 @name_keywords
@@ -93,11 +91,6 @@ class HSTUStack(Layer):
                 jagged, num_targets, timestamps=timestamps, query_timestamps=query_timestamps
             )
         return _in_container_of(x, jagged)
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
 
     @through_call
     def cache(

@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.types import Device
 
 from ..activations import ACTIVATIONS
-from ..containers.jagged import Jagged
+from ..containers.jagged import C, Jagged
 from ..functional.rows import jagged_concat, jagged_split, rows_or_zeros
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_kind, check_number, check_size, check_sizes
-from ..tracing import call_of, one_module
+from ..tracing import one_module
 from .feature_interaction import FeatureInteraction, SelfGate, UserLayers
 from .gdpa import JaggedGDPA
 from .gdpa_block import GDPABlock
@@ -24,8 +24,6 @@ from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .parameters import Layer, check_parameter_dtype
 from .pffn import JaggedPFFN, equal_segments
-
-C = TypeVar("C")  # a container
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,11 +143,6 @@ class JaggedInterFormer(UserLayers):
             state, features = layer(state, features, begins=i == 0)
         _, (values, _) = jagged_split(state.values, state.offsets, self.config.num_cls)
         return rows.unwrap(values), features
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
 
 
 class InterFormerLayer(Layer):

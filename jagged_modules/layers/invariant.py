@@ -3,36 +3,40 @@ the number of rows."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.overrides import TorchFunctionMode
 
 from ..cpu.invariant import pointwise_rows_cpu
 from ..functional import jagged_linear
 from ..settings import is_batch_invariant
+from ..tracing import one_module
 
 P = ParamSpec("P")
 R = TypeVar("R")
+M = TypeVar("M", bound=nn.Module)
 
 
-def fixed_rows(forward: Callable[P, R]) -> Callable[P, R]:
-    """Decorator for a layer's method: under `batch_invariant`, the results of its modules for a row
-    do not depend on the other rows. The modules are still called. Their hooks run, and callers may
-    replace them."""
+def fixed_module(forward: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+    """`one_module` for a layer whose results for a row do not depend on the other rows under
+    `batch_invariant`. Its modules are still called: their hooks run, and callers may replace
+    them."""
+    return one_module(forward, _with_fixed_rows)
 
-    @functools.wraps(forward)
-    def method(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not is_batch_invariant():
-            return forward(*args, **kwargs)
+
+def _with_fixed_rows(run: Callable[..., R]) -> Callable[..., R]:
+    if not is_batch_invariant():
+        return run
+
+    def with_fixed_rows(*args: Any, **kwargs: Any) -> R:
         with _FixedRows():
-            return forward(*args, **kwargs)
+            return run(*args, **kwargs)
 
-    return method
+    return with_fixed_rows
 
 
 class _FixedRows(TorchFunctionMode):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,10 @@ from torch.nn import functional as nnf
 from torch.types import Device
 
 from ..activations import ACTIVATIONS
-from ..containers.jagged import Jagged
+from ..containers.jagged import C, Jagged
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size, check_sizes
-from ..tracing import call_of, one_module
+from ..tracing import one_module
 from .feature_interaction import FeatureInteraction, UserLayers
 from .gdpa_block import GDPABlock
 from .gdpa_config import GDPAConfig
@@ -24,8 +24,6 @@ from .linear_compress import LinearCompressEmbedding
 from .parameters import Layer, check_parameter_dtype
 from .pffn import JaggedPFFN
 from .seed_pooling import JaggedSeedPooling
-
-C = TypeVar("C")  # a container
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,11 +148,6 @@ class JaggedKunlun(UserLayers):
         for layer in layers:
             state, features, summary = layer(state, features, summary)
         return rows.unwrap(state.values), features
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
 
 
 class KunlunLayer(Layer):

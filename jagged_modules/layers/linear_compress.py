@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,13 @@ from torch.types import Device
 from ..containers.conversions import is_keyed_tensor, wait_for
 from ..functional.linear_compress import compress_levels
 from ..scalars import check_kind, check_size, is_sequence, possessive
-from ..tracing import call_of, one_module
-from .parameters import check_parameter_dtype
+from ..tracing import one_module
+from .parameters import Layer
 
 torch.fx.wrap("compress_levels")
 
 
-class LinearCompressEmbedding(nn.Module):
+class LinearCompressEmbedding(Layer):
     """Linear compression of K candidate and K_user user embeddings to M, without bias.
 
         out[b] = W_cand @ E_cand[b] + W_user @ E_user[user_of[b]]
@@ -69,8 +69,7 @@ class LinearCompressEmbedding(nn.Module):
         candidate_features: Sequence[str] | None = None,
         user_features: Sequence[str] | Sequence[Sequence[str] | None] | None = None,
     ) -> None:
-        super().__init__()
-        check_parameter_dtype(dtype)
+        super().__init__(dtype)
         check_size("num_candidate_embeddings", num_candidate_embeddings)
         check_size("num_compressed", num_compressed)
         if isinstance(num_user_embeddings, str):
@@ -104,10 +103,6 @@ class LinearCompressEmbedding(nn.Module):
             for size in self.num_embeddings
         )
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise all weights as an nn.Linear whose inputs are the embeddings of all levels."""
-        self.weights.reset_parameters()
 
     @one_module
     def forward(
@@ -146,11 +141,6 @@ class LinearCompressEmbedding(nn.Module):
         of_levels = weights, names, _names("candidates", levels), ["the layer"] * len(names)
         return compress_levels(list(self.weights), tensors, indices, of_levels)
 
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
-
     def extra_repr(self) -> str:
         *shared, candidate = self.num_embeddings
         return (
@@ -160,8 +150,8 @@ class LinearCompressEmbedding(nn.Module):
 
 
 class _Weights(nn.ParameterList):
-    """The weights of all levels. It defines `reset_parameters` because DistributedModelParallel
-    resets the module that owns parameters."""
+    """The weights of all levels, initialised as an nn.Linear whose inputs are the embeddings of all
+    levels. DistributedModelParallel resets the module that owns parameters."""
 
     def reset_parameters(self) -> None:
         bound = 1 / math.sqrt(sum(weight.shape[1] for weight in self))

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.types import Device
 
 from ..activations import POINTWISE, activation_of_rows
-from ..containers.jagged import wrap_rows
+from ..containers.jagged import C, wrap_rows
 from ..functional.tail import entering, leaving
 from ..scalars import check_choice, check_kind, check_size
-from ..tracing import call_of, one_module
-from .invariant import fixed_rows
+from .invariant import fixed_module
 from .mlp_node import mlp_node
 from .one_node import node_dtype
 from .parameters import Layer
-
-C = TypeVar("C")  # a container
 
 
 class JaggedMLP(Layer):
@@ -71,8 +67,7 @@ class JaggedMLP(Layer):
             for width, out in zip(dims, dims[1:])
         )
 
-    @one_module
-    @fixed_rows
+    @fixed_module
     def forward(self, x: C) -> C:
         """Apply the layers to each row.
 
@@ -95,8 +90,3 @@ class JaggedMLP(Layer):
         for layer in self.layers:
             values = activation(layer(values))
         return jagged.unwrap(leaving(values, end))
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...

@@ -54,8 +54,7 @@ def kernels_activation(name: str) -> tuple[str, bool]:
 def mlp_node(layer: JaggedMLP, x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The layer's result for x `[L, dims[0]]`, in the operands' dtype."""
     call = MLPCall(end, dtype, *kernels_activation(layer.activation))
-    result: Tensor = apply(_Node, x, call, *parameters_of(*layer.layers))
-    return result
+    return apply(_Node, x, call, *parameters_of(*layer.layers))
 
 
 class _Node(torch.autograd.Function):
@@ -111,7 +110,7 @@ def _layer_gradients(
     release(z)
     of_gemm = [*wanted[:2], False], *dtypes
     dx, dweight, _ = linear_gradients(dz, x, weight, *of_gemm, frees_x)
-    return LinearGradients(dx, dweight, sums.to(dtypes[1]) if wanted[2] else None)
+    return dx, dweight, sums.to(dtypes[1]) if wanted[2] else None
 
 
 # -- a feed-forward network ------------------------------------------------------------------------

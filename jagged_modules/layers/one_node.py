@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jagged_kernels.rows.configs import BIAS_COLUMNS
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ..autocast import autocast_dtype
-from ..dtypes import dtypes_of
+from ..dtypes import autocast_dtype, dtypes_of
 from ..functional.nodes import release
 from ..functional.tail import cleared, runs_kernels
 from ..scalars import rounded_size
@@ -193,12 +192,8 @@ def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
     return dy.sum(0, dtype=wide).to(dtype)
 
 
-class LinearGradients(NamedTuple):
-    """Gradients of a `linear`; None where none is wanted."""
-
-    x: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
+# of x, weight and bias of a `linear`; None where none is wanted
+LinearGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def linear_gradients(
@@ -232,7 +227,7 @@ def linear_gradients(
         dx = dx[:num_rows]
     if wanted[2] and dbias is None:
         dbias = bias_gradient(dy, dtype)
-    return LinearGradients(dx, dweight, dbias if wanted[2] else None)
+    return dx, dweight, dbias if wanted[2] else None
 
 
 def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch.types import Device
 
 from ..dtypes import FLOATS, WrongDtype, names
 from ..scalars import check_kind
+
+F = TypeVar("F", bound=Callable[..., Any], covariant=True)
 
 
 def check_parameter_dtype(dtype: torch.dtype | None) -> None:
@@ -47,10 +49,20 @@ def check_columns(name: str, x: Tensor, columns: int) -> None:
         )
 
 
+class _HasForward(Protocol[F]):
+    @property
+    def forward(self) -> F: ...
+
+
 class Layer(nn.Module):
     """Base of the layers."""
 
     _shown: tuple[str, ...] = ()  # attributes in the repr
+
+    if TYPE_CHECKING:  # calls have forward's type: nn.Module declares that they return Any
+
+        @property
+        def __call__(self: _HasForward[F]) -> F: ...  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         """dtype: of the parameters, as the caller gave it. Raises as `check_parameter_dtype`."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ..containers.jagged import Jagged, wrap_rows
+from ..containers.jagged import C, Jagged, wrap_rows
 from ..scalars import check_size
 from ..segments import RowSegments
-from ..tracing import call_of, one_module
+from ..tracing import one_module
 from ..validation import check_layer_tensor
 from .gdpa_block import GDPABlock
 from .gdpa_config import GDPAConfig
@@ -19,8 +19,6 @@ from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
 from .parameters import Layer
-
-C = TypeVar("C")  # a container
 
 
 @name_keywords
@@ -102,11 +100,6 @@ class JaggedPFFN(Layer):
         rows = wrapped.with_values(wrapped.values)  # offsets on the device
         weights = equal_segments(self.compress(self.norm(features)), rows.offsets)
         return wrapped.unwrap(self.block(rows, weights).values)
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
 
 
 def check_features(features: Any, rows: Jagged, count: int, projection: nn.Module) -> None:

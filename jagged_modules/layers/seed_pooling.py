@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.types import Device
 
 from ..containers.jagged import wrap_rows
 from ..scalars import check_size
-from ..tracing import call_of, one_module
+from ..tracing import one_module
 from .gdpa import JaggedGDPA
 from .gdpa_config import GDPAConfig
 from .keywords import name_keywords
@@ -117,8 +117,3 @@ class JaggedSeedPooling(Layer):
         # rows of Z are ordered by token, so that the products of a token are adjacent
         of_tokens = torch.unflatten(self.compress(pooled), 1, (-1, self.rank)).flatten(2)
         return self.mix(of_tokens)
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.types import Device
 from ..bias import RelativeBias
 from ..containers.candidates import CandidateIndex
 from ..containers.history_cache import HistoryCache
-from ..containers.jagged import wrap_rows
+from ..containers.jagged import C, wrap_rows
 from ..dropout import check_dropout
 from ..functional.attention import attend
 from ..functional.attention_arguments import check_mask
@@ -25,18 +25,15 @@ from ..functional.target_attention import attend_users_and_candidates
 from ..functional.target_levels import attend_to_levels
 from ..masks import AttentionMask, field_of_later_rows
 from ..scalars import check_size
-from ..tracing import call_of, one_module, through_call
+from ..tracing import through_call
 from ..validation import resolve_head_dim
 from .cached_projections import CachesProjection, cached_operands
-from .invariant import fixed_rows
+from .invariant import fixed_module
 from .keywords import name_keywords
 from .one_node import cast_linears, in_training, node_dtype
 from .parameters import in_heads
 from .self_target_node import self_target_node
-from .targets import LevelIndices, Targets, parse_histories, parse_targets
-
-C = TypeVar("C")  # the container of the history
-T = TypeVar("T")  # the container of the targets
+from .targets import LevelIndices, T, Targets, parse_histories, parse_targets
 
 
 @name_keywords
@@ -82,9 +79,10 @@ class JaggedSelfTargetAttention(CachesProjection):
         super().__init__(dtype)
         self.target_dim = embedding_dim if target_dim is None else target_dim
         self.embedding_dim, self.num_heads = embedding_dim, num_heads
+        self.num_kv_heads = num_heads
         self.head_dim = resolve_head_dim(embedding_dim, num_heads)
         check_size("target_dim", self.target_dim)
-        check_mask(mask, False)
+        check_mask(mask)
         if mask is not None and mask.num_targets is not None:
             raise ValueError(
                 f"mask.num_targets must be None: targets are no rows of the history; got {mask}"
@@ -98,7 +96,6 @@ class JaggedSelfTargetAttention(CachesProjection):
         self.target_out_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
 
     @through_call
-    @fixed_rows
     def append(
         self, events: C, cache: HistoryCache, bias: RelativeBias | None = None
     ) -> tuple[C | None, HistoryCache]:
@@ -146,7 +143,6 @@ class JaggedSelfTargetAttention(CachesProjection):
         return rows.unwrap(leaving(out_proj(out.flatten(1)), end)), new
 
     @through_call
-    @fixed_rows
     def score(
         self,
         targets: T,
@@ -193,8 +189,7 @@ class JaggedSelfTargetAttention(CachesProjection):
         dropout = in_training(self, self.attention_dropout)
         return AttentionOptions(mask=mask, bias=bias, dropout_p=dropout)
 
-    @one_module
-    @fixed_rows
+    @fixed_module
     def forward(
         self,
         history: C,
@@ -279,10 +274,4 @@ class JaggedSelfTargetAttention(CachesProjection):
     def _projected(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a history's rows, in heads."""
         own = in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim)
-        k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)
-        return own, k, v
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
+        return own, *self._project(rows)

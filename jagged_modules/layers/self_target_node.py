@@ -33,24 +33,6 @@ if TYPE_CHECKING:
     from .self_target_attention import JaggedSelfTargetAttention
 
 
-class SelfTargetInputs(NamedTuple):
-    """The tensors that may have gradients: targets in any of their forms, the history's rows
-    `[L, E]`, and weights and biases of the projections."""
-
-    targets: Tensor
-    history: Tensor
-    q_weight: Tensor
-    q_bias: Tensor
-    kv_weight: Tensor
-    kv_bias: Tensor
-    target_weight: Tensor
-    target_bias: Tensor
-    out_weight: Tensor
-    out_bias: Tensor
-    target_out_weight: Tensor
-    target_out_bias: Tensor
-
-
 def self_target_node(
     layer: JaggedSelfTargetAttention,
     linears: Sequence[nn.Linear],
@@ -91,9 +73,9 @@ class _Saved(NamedTuple):
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        inputs, call = SelfTargetInputs(*arguments[:-1]), arguments[-1]
+        *inputs, call = arguments
         h, of_output, order = _attended(ctx, inputs, call)
-        rows, shape = inputs.history.shape[0], inputs.targets.shape[:-1]
+        rows, shape = inputs[1].shape[0], inputs[0].shape[:-1]
         values = rows_back(linear(h[:rows], *of_output[:2]), order.history_rows, rows)
         results = in_order(linear(h[rows:], *of_output[2:]), order.inverse)
         results = with_zero_tail(torch.unflatten(results, 0, shape), call.given.end)
@@ -167,22 +149,23 @@ def _of_output(
 
 
 def _attended(
-    ctx: Any, inputs: SelfTargetInputs, call: TargetCall
+    ctx: Any, inputs: Sequence[Tensor], call: TargetCall
 ) -> tuple[Tensor, list[Tensor], Order]:
     """The attention's result for the history and the targets, in the order that is returned too,
     and the parameters of both output projections, in its dtype. Saves what a backward reads;
-    without one, the other projections are free when this returns."""
+    without one, the other projections are free when this returns. inputs: as of `target_node`."""
     if not torch.compiler.is_compiling():  # torch.compile does not know it, and gives zeros
         ctx.set_materialize_grads(False)
     given, dtype, heads = call.given, call.dtype, call.num_heads
     end = given.levels[0].end
-    q_weight, q_bias, kv_weight, kv_bias, *of_targets_and_output = cast(dtype, *inputs[2:])
+    given_targets, given_history, *parameters = inputs
+    q_weight, q_bias, kv_weight, kv_bias, *of_targets_and_output = cast(dtype, *parameters)
     target_weight, target_bias, *of_output = of_targets_and_output
     qkv_weight, qkv_bias = torch.cat([q_weight, kv_weight]), torch.cat([q_bias, kv_bias])
     order = Order.of(given)
-    targets = inputs.targets.flatten(0, -2) if given.end is None else inputs.targets
+    targets = given_targets.flatten(0, -2) if given.end is None else given_targets
     targets = gemm_rows(targets, given.end, dtype).flatten(0, -2)
-    history = in_order(gemm_rows(inputs.history, end, dtype), order.history_rows)
+    history = in_order(gemm_rows(given_history, end, dtype), order.history_rows)
     rows, width = (history.shape[0], targets.shape[0]), q_weight.shape[0]
     qkv = history.new_empty(sum(rows), 3 * width)
     own = history[:, : qkv_weight.shape[1]]
@@ -202,6 +185,6 @@ def _attended(
         of_output[2], end, given.end, order.order, order.inverse, order.history_rows,
     )  # fmt: skip
     ctx.save_for_backward(*saved, *segments)
-    ctx.shape = inputs.targets.shape[:-1]
-    ctx.dtypes = inputs.targets.dtype, inputs.history.dtype, inputs.q_bias.dtype
+    ctx.shape = given_targets.shape[:-1]
+    ctx.dtypes = given_targets.dtype, given_history.dtype, parameters[0].dtype
     return out.flatten(1), of_output, order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jagged_kernels.attention.pages import Pages
@@ -19,22 +19,21 @@ from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
 from ..functional.target_levels import LEVELS, attend_to_levels
 from ..scalars import check_choice, check_number, check_size
-from ..tracing import call_of, one_module, through_call
+from ..tracing import through_call
 from ..validation import resolve_head_dim
 from .cached_projections import CachesProjection, cached_operands
 from .from_torch import checked_attention, load_attention, place
-from .invariant import fixed_rows
+from .invariant import fixed_module
 from .keywords import name_keywords
 from .one_node import cast_linears, in_training, node_dtype
 from .parameters import in_heads
 from .target_node import target_node
-from .targets import LevelIndices, Targets, parse_histories, parse_targets
+from .targets import LevelIndices, T, Targets, parse_histories, parse_targets
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Projection = Callable[[Tensor], Tensor]
-T = TypeVar("T")  # the container of the targets, or a dense tensor
 
 
 @name_keywords
@@ -86,6 +85,7 @@ class JaggedTargetAttention(CachesProjection):
         super().__init__(dtype)
         self.target_dim = embedding_dim if target_dim is None else target_dim
         self.embedding_dim, self.num_heads = embedding_dim, num_heads
+        self.num_kv_heads = num_heads
         self.head_dim = resolve_head_dim(embedding_dim, num_heads)
         check_size("target_dim", self.target_dim)
         check_number("dropout", dropout, 0, 1)
@@ -118,27 +118,6 @@ class JaggedTargetAttention(CachesProjection):
         return layer.train(module.training)
 
     @through_call
-    @fixed_rows
-    def append(self, events: Any, cache: HistoryCache) -> tuple[None, HistoryCache]:
-        """Compute the keys and values of the next events of cached histories. Those of the earlier
-        events do not change.
-
-        Args:
-            events: any container of `[N, E]` values; segment b has the next events of history b.
-            cache: keys and values of the histories, of which only the number is read.
-
-        Returns:
-            None, because events have no output, and the keys and values of the events.
-            `cache.append` adds them to the cache.
-
-        Raises:
-            TypeError, ValueError: as `forward`; the cache has another number of segments or another
-                shape.
-        """
-        return None, self._appended(events, cache)[1]
-
-    @through_call
-    @fixed_rows
     def score(
         self,
         targets: T,
@@ -176,8 +155,7 @@ class JaggedTargetAttention(CachesProjection):
 
     append_reads_cache = False  # for PagedHistoryCache
 
-    @one_module
-    @fixed_rows
+    @fixed_module
     def forward(
         self,
         targets: T,
@@ -216,13 +194,8 @@ class JaggedTargetAttention(CachesProjection):
                 values = histories["history"].values
                 return given.unwrap(target_node(self, linears, given, values, dtype))
         rows = [entering(x.values, level.end) for x, level in zip(histories.values(), given.levels)]
-        keys_and_values = [self._keys_and_values(x) for x in rows]
+        keys_and_values = [self._project(x) for x in rows]
         return self._attend(given, keys_and_values, q_proj, out_proj)
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...
 
     def _attend(
         self,
@@ -242,6 +215,3 @@ class JaggedTargetAttention(CachesProjection):
         results = [out_proj(self.dropout(x.flatten(-2))) for x in outs]
         results = [given.unwrap(leaving(x, given.end)) for x in results]
         return tuple(results) if given.of_levels and not jointly else results[0]
-
-    def _keys_and_values(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)

@@ -47,20 +47,6 @@ if TYPE_CHECKING:
 MANY = 2**20  # elements, from which torch's gather takes twice the time that their bytes do
 
 
-class TargetInputs(NamedTuple):
-    """The tensors that may have gradients: targets in any of their forms, the history's rows
-    `[L, E]`, and weights and biases of the projections."""
-
-    targets: Tensor
-    history: Tensor
-    q_weight: Tensor
-    q_bias: Tensor
-    kv_weight: Tensor
-    kv_bias: Tensor
-    out_weight: Tensor
-    out_bias: Tensor
-
-
 class TargetCall(NamedTuple):
     """What a node of targets computes. dtype: of the GEMMs' operands. dropout, attention_dropout:
     probabilities, 0 outside of training. mask: set by `self_target_node.py` alone, for the
@@ -88,8 +74,7 @@ def target_node(
     dropout = in_training(layer.dropout, layer.dropout.p)
     of_weights = in_training(layer, layer.attention_dropout)
     call = TargetCall(given, layer.num_heads, dtype, schedule, dropout, of_weights)
-    result: Tensor = apply(_Node, given.rows, history, *parameters_of(*linears), call)
-    return result
+    return apply(_Node, given.rows, history, *parameters_of(*linears), call)
 
 
 class _Saved(NamedTuple):
@@ -154,8 +139,8 @@ class Order(NamedTuple):
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        inputs, call = TargetInputs(*arguments[:-1]), arguments[-1]
-        shape, (*operands, uncleared) = inputs.targets.shape[:-1], _attended(ctx, inputs, call)
+        *inputs, call = arguments
+        shape, (*operands, uncleared) = inputs[0].shape[:-1], _attended(ctx, inputs, call)
         y, end = linear(*operands), call.given.end
         if uncleared:
             # in blocks as the end counts them
@@ -204,21 +189,23 @@ class _Node(torch.autograd.Function):
 
 
 def _attended(
-    ctx: Any, inputs: TargetInputs, call: TargetCall
+    ctx: Any, inputs: Sequence[Tensor], call: TargetCall
 ) -> tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
     """The operands of the output's projection, and tensors to be cleared with its result. Saves
-    what a backward reads; without one, the other projections are free when this returns."""
+    what a backward reads; without one, the other projections are free when this returns. inputs:
+    targets in any of their forms, the history's rows `[L, E]`, and weights and biases."""
     end, dtype, heads = call.given.end, call.dtype, call.num_heads
-    q_weight, q_bias, kv_weight, kv_bias, out_weight, out_bias = cast(dtype, *inputs[2:])
+    given_targets, given_history, *parameters = inputs
+    q_weight, q_bias, kv_weight, kv_bias, out_weight, out_bias = cast(dtype, *parameters)
     queries, keys, order, inverse, history_rows = Order.of(call.given)
-    targets = rounded_gemm_rows(_rows(inputs.targets, end), end, dtype).flatten(0, -2)
-    history = in_order(inputs.history, history_rows)  # on the CPU alone
+    targets = rounded_gemm_rows(_rows(given_targets, end), end, dtype).flatten(0, -2)
+    history = in_order(given_history, history_rows)  # on the CPU alone
     history = rounded_gemm_rows(history, call.given.levels[0].end, dtype)
-    num_rows = inputs.targets.shape[:-1].numel()
+    num_rows = given_targets.shape[:-1].numel()
     q = rows_for_attention(linear(targets, q_weight, q_bias), num_rows, end)
     q = torch.unflatten(in_order(q, order), 1, (heads, -1))
     # keys are always cut: the backward counts the history's rows by them
-    kv = linear(history, kv_weight, kv_bias)[: inputs.history.shape[0]]
+    kv = linear(history, kv_weight, kv_bias)[: given_history.shape[0]]
     kv = torch.unflatten(kv, 1, (2 * heads, -1))
     k, v = kv.chunk(2, 1)
     options = AttentionOptions(schedule=call.schedule, dropout_p=call.attention_dropout)
@@ -235,8 +222,8 @@ def _attended(
         end, order, inverse, history_rows,
     )  # fmt: skip
     ctx.save_for_backward(*saved, *segments)
-    ctx.shape, ctx.dropout = inputs.targets.shape[:-1], call.dropout
-    ctx.dtypes = inputs.targets.dtype, inputs.history.dtype, inputs.q_bias.dtype
+    ctx.shape, ctx.dropout = given_targets.shape[:-1], call.dropout
+    ctx.dtypes = given_targets.dtype, given_history.dtype, parameters[0].dtype
     return h, out_weight, out_bias, uncleared
 
 

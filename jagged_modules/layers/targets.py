@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ..scalars import is_sequence
 from ..segments import RowSegments
 from ..validation import check_layer_tensor
 
+T = TypeVar("T")  # the container of the targets, or a dense tensor
 LevelIndices = tuple[CandidateIndex | Tensor, ...] | list[CandidateIndex | Tensor]
 
 

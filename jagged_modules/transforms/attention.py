@@ -19,14 +19,13 @@ from torch.fx.node import map_arg
 
 from ..validation import MAX_HEAD_DIM
 from .analysis import Analysis
-from .calls import Call, is_operator, positional
+from .calls import TO_SHAPE, Call, is_operator, positional
 from .lineage import Lineage, Size, common, shape_of, size_of
 
 aten = torch.ops.aten
 KEEPS_VALUES = (aten.clone.default, aten.alias.default, aten.detach.default)
 VIEWS_OF_MASKS = (
-    *KEEPS_VALUES, aten.view.default, aten._unsafe_view.default, aten.reshape.default,
-    aten.expand.default, aten.unsqueeze.default, aten.slice.Tensor,
+    *KEEPS_VALUES, *TO_SHAPE, aten.expand.default, aten.unsqueeze.default, aten.slice.Tensor
 )  # fmt: skip
 ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
 
@@ -313,10 +312,6 @@ def _run(chain: list[fx.Node], numbers: torch.Tensor, size: Callable[[Any], int]
         if node.target in KEEPS_VALUES:
             continue
         args = map_arg(node.args[1:], lambda x: size(size_of(x.meta["val"])))
-        target: Any = (
-            aten.reshape.default
-            if node.target in (aten.view.default, aten._unsafe_view.default)
-            else node.target
-        )
+        target: Any = aten.reshape.default if node.target in TO_SHAPE else node.target
         numbers = target(numbers, *args)
     return numbers

@@ -12,6 +12,7 @@ from torch import fx
 from .lineage import Lineage, Size, common, shape_of
 
 aten = torch.ops.aten
+TO_SHAPE = aten.view.default, aten._unsafe_view.default, aten.reshape.default
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,11 @@ def own_rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for aten operators `name.overload`. Operators that this version of torch
-    lacks are skipped."""
+    """Registers a rule for aten operators `name.overload`, several in a text. Operators that this
+    version of torch lacks are skipped."""
 
     def register(function: Rule) -> Rule:
-        for name in names:
+        for name in " ".join(names).split():
             packet, overload = name.split(".")
             target = getattr(getattr(torch.ops.aten, packet, None), overload, None)
             if target is not None:

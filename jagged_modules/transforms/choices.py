@@ -13,12 +13,12 @@ import torch
 from torch import fx
 
 from .attention import KEEPS_VALUES, ZEROS
-from .calls import bind, is_tensor, positional
+from .calls import TO_SHAPE, bind, is_tensor, positional
 
 aten = torch.ops.aten
 KEEPS_ORDER = (
-    *KEEPS_VALUES, aten.view.default, aten._unsafe_view.default, aten.reshape.default,
-    aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    *KEEPS_VALUES, *TO_SHAPE, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
+    aten.squeeze.dims,
 )  # fmt: skip
 ARITHMETIC: dict[Any, Callable[[Any, Any], Any]] = {
     aten.add.Tensor: operator.add, aten.sub.Tensor: operator.sub, aten.mul.Tensor: operator.mul,

@@ -18,15 +18,15 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from .calls import bind, equal_segments, flat, is_operator, is_tensor, positional
+from .calls import TO_SHAPE, bind, equal_segments, flat, is_operator, is_tensor, positional
 from .lineage import Size, exact_quotient, product, shape_of
 from .shape_rules import is_whole_slice
 
 aten = torch.ops.aten
 PERMUTATIONS = (aten.transpose.int, aten.permute.default, aten.t.default)
 RESHAPES = (
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
-    aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int,
+    *TO_SHAPE, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.flatten.using_ints, aten.unflatten.int,
 )  # fmt: skip
 VIEWS = (*PERMUTATIONS, *RESHAPES)
 COPIES = (aten.clone.default, aten.alias.default)

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from .calls import RULES, Call, is_operator, is_tensor, only_for, positional
+from .calls import RULES, TO_SHAPE, Call, is_operator, is_tensor, only_for, positional
 from .clean_up import call
 from .lineage import Lineage, shape_of
 from .own_operators import LINEAR_COMPRESS
@@ -211,7 +211,7 @@ class Distributor:
             pieces = self._pieces(operand, {first: second, second: first}.get(dim, dim))
             return [x] if len(pieces) == 1 else [self._like(x, operand, piece) for piece in pieces]
         if (
-            x.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+            x.target in TO_SHAPE
             and len(before) == 3
             and len(shape) == 2
             and dim == 1

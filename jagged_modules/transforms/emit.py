@@ -7,7 +7,7 @@ import functools
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from .attention import TargetAttention
-from .calls import Call, flat, is_tensor, positional, unbind
+from .calls import TO_SHAPE, Call, flat, is_tensor, positional, unbind
 from .compress import Compression
 from .din import DINAttention
 from .levels import LevelAttention
@@ -61,12 +61,9 @@ class Emitter:
         self.graph._codegen = self.source._codegen
         self._plain: dict[fx.Node, Any] = {}
         self._bases: dict[fx.Node, fx.Node] = {}
-        self._indices: dict[Any, fx.Node] = {}
         self._advanced: dict[tuple[fx.Node, int], fx.Node] = {}
-        self._narrowed: dict[tuple[fx.Node, int, Size], fx.Node] = {}
-        self._groups: dict[Any, fx.Node] = {}
+        self._made: dict[Any, fx.Node] = {}  # of `_once`
         self._symbols: dict[Size, tuple[fx.Node, int]] = {}
-        self._sizes: dict[Size, fx.Node] = {}
 
     def emit(self) -> fx.Graph:
         """The new graph, without dead code."""
@@ -105,7 +102,7 @@ class Emitter:
         elif node.target not in ASSERTIONS:
             self._plain[node] = self.graph.node_copy(node, self.value)
             # the strides of a gathered operand may be others
-            if node.target in (aten.view.default, aten._unsafe_view.default):
+            if node.target in TO_SHAPE:
                 self._plain[node].target = aten.reshape.default
 
     def _placeholder(self, node: fx.Node) -> None:
@@ -263,9 +260,7 @@ class Emitter:
         """The rows of G for each row of the value."""
         # equal repeats of tensors of different sizes are different maps
         key = map_, map_.rows_out, map_.is_narrowed
-        if key not in self._indices:
-            self._indices[key] = self._index(map_, flat(like.meta["val"])[0].device)
-        return self._indices[key]
+        return self._once(key, lambda: self._index(map_, flat(like.meta["val"])[0].device))
 
     def _index(self, map_: Map, device: torch.device) -> fx.Node:
         if map_.kind == "repeat":
@@ -378,14 +373,14 @@ class Emitter:
         self, maps: tuple[Map, ...], node: fx.Node, value: fx.Node, own: Lineage
     ) -> fx.Node:
         """The index of the candidates by user, one for all attentions with these maps."""
-        key = tuple((x, x.rows_in, x.rows_out) for x in maps)
-        if key not in self._groups:
-            index = self._row_numbers(maps, node)
-            users = value
+
+        def group() -> fx.Node:
+            index, users = self._row_numbers(maps, node), value
             if own.post != 1:
                 users = self.call(aten.unflatten.int, value, 0, [-1, int(own.post)])
-            self._groups[key] = self.call(group_candidates, index, users)
-        return self._groups[key]
+            return self.call(group_candidates, index, users)
+
+        return self._once(tuple((x, x.rows_in, x.rows_out) for x in maps), group)
 
     # -- bases -------------------------------------------------------------------------------------
 
@@ -439,11 +434,9 @@ class Emitter:
         levels = len(own.maps) - len(lineage.maps)
         base = self.gathered(x, levels)
         if own.maps[levels].rows_in != lineage.base_rows:
-            key = x, levels, lineage.base_rows
-            if key not in self._narrowed:
-                end = self._expression(lineage.base_rows * own.post)
-                self._narrowed[key] = self.call(aten.slice.Tensor, base, own.dim, 0, end)
-            return self._narrowed[key]
+            end = self._expression(lineage.base_rows * own.post)
+            narrowed = aten.slice.Tensor, base, own.dim, 0, end
+            return self._once((x, levels, lineage.base_rows), lambda: self.call(*narrowed))
         return base
 
     def _rows_node(self, node: fx.Node, lineage: Lineage) -> Any:
@@ -474,9 +467,7 @@ class Emitter:
         """A size as an int or a node."""
         if size.is_Integer:
             return int(size)
-        if size not in self._sizes:
-            self._sizes[size] = self._new_size(size)
-        return self._sizes[size]
+        return self._once(size, lambda: self._new_size(size))
 
     def _new_size(self, size: Size) -> fx.Node:
         if size.is_Symbol:
@@ -487,6 +478,12 @@ class Emitter:
         return functools.reduce(
             lambda x, y: self.call(function, x, y), map(self._expression, terms(size))
         )
+
+    def _once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        """What `make` makes at the first use of a key."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(target, args, kwargs)

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .analysis import Analysis
 from .attention import TargetAttention
-from .calls import Call, first_of, flat, is_operator, is_tensor, positional
+from .calls import TO_SHAPE, Call, first_of, flat, is_operator, is_tensor, positional
 from .compress import Compression
 from .din import DINAttention
 from .levels import LevelAttention
@@ -44,14 +44,13 @@ VECTOR_BYTES = 16
 ONE = sympy.Integer(1)
 aten = torch.ops.aten
 VIEWS = {
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
-    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int,
-    aten.permute.default, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.t.default,
-    aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int,
-    aten.alias.default, aten.detach.default, aten.flatten.using_ints, aten.unflatten.int,
-    aten.lift_fresh_copy.default, aten.diagonal.default,
+    *TO_SHAPE, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.transpose.int, aten.permute.default, aten.expand.default, aten.slice.Tensor,
+    aten.select.int, aten.t.default, aten.split.Tensor, aten.split_with_sizes.default,
+    aten.chunk.default, aten.unbind.int, aten.alias.default, aten.detach.default,
+    aten.flatten.using_ints, aten.unflatten.int, aten.lift_fresh_copy.default,
+    aten.diagonal.default,
 }  # fmt: skip
-RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 LOOKUPS = {
     aten.index_select.default,
     aten.index.Tensor,
@@ -264,7 +263,7 @@ class Costs:
             operand = positional(node)[0].meta["val"]
             expanded = any(size_of(stride) == 0 for stride in operand.stride())
             # of an expansion, see gather
-            copies = node.target in RESHAPES and not expanded and self._needs_copy(operand, node)
+            copies = node.target in TO_SHAPE and not expanded and self._needs_copy(operand, node)
             return self.of(node, 0, 2 * self.bytes(node) * share(node)) if copies else Cost()
         if node.target in LOOKUPS:  # reads as much as it writes, not the whole table
             given = first_of(node.meta["val"])

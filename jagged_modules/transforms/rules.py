@@ -55,15 +55,10 @@ def type_as(call: Call) -> Moved | None:
 
 
 @rule(
-    *(
-        f"{name}.default"
-        for name in "softmax log_softmax cumsum cumprod flip glu sort argsort".split()
-    ),
-    *(f"{name}.int" for name in "softmax log_softmax".split()),
-    *(
-        f"{name}.default"
-        for name in "_softmax _log_softmax logcumsumexp topk cummax cummin roll".split()
-    ),
+    "softmax.default softmax.int log_softmax.default log_softmax.int _softmax.default"
+    " _log_softmax.default cumsum.default cumprod.default logcumsumexp.default cummax.default"
+    " cummin.default flip.default glu.default sort.default argsort.default topk.default"
+    " roll.default"
 )
 def along_dim(call: Call) -> Moved | None:
     """Works along one other dimension, for each row by itself: softmax, cumsum, sort, topk, flip,
@@ -78,14 +73,10 @@ def along_dim(call: Call) -> Moved | None:
 
 
 @rule(
-    *(f"{name}.dim" for name in "mean var std max min all any median".split()),
-    *(f"{name}.dims" for name in ("all", "any")),
-    *(f"{name}.correction" for name in ("var", "std", "var_mean", "std_mean")),
-    *(
-        f"{name}.default"
-        for name in "amax amin logsumexp argmax argmin linalg_vector_norm mode nansum".split()
-    ),
-    *("sum.dim_IntList", "prod.dim_int", "norm.ScalarOpt_dim"),
+    "mean.dim var.dim std.dim max.dim min.dim all.dim any.dim median.dim all.dims any.dims"
+    " var.correction std.correction var_mean.correction std_mean.correction amax.default"
+    " amin.default logsumexp.default argmax.default argmin.default linalg_vector_norm.default"
+    " mode.default nansum.default sum.dim_IntList prod.dim_int norm.ScalarOpt_dim"
 )
 def reduction(call: Call) -> Moved | None:
     """Reduces other dimensions, for each row by itself. Without keepdim, the dimensions behind the
@@ -282,12 +273,9 @@ def convolution(call: Call, dim: int, ndim: int) -> bool:
 
 
 @row_by_row(
-    *(
-        f"{name}{dims}d.default"
-        for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
-        for dims in (1, 2)
-    ),
-    *(f"max_pool{dims}d_with_indices.default" for dims in (1, 2)),
+    "max_pool1d.default max_pool2d.default avg_pool1d.default avg_pool2d.default"
+    " adaptive_avg_pool1d.default adaptive_avg_pool2d.default adaptive_max_pool1d.default"
+    " adaptive_max_pool2d.default max_pool1d_with_indices.default max_pool2d_with_indices.default"
 )
 def pooling(call: Call, dim: int, ndim: int) -> bool:
     """Works on the last dimensions, for each channel of each sample by itself."""

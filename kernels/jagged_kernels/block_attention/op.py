@@ -11,13 +11,12 @@ hopper.py are the two backends.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..common.autograd import below_autograd, differentiate, refuse_derivative
+from ..common.autograd import differentiate_by, refuse_derivative
 from ..common.configs import KernelChoice
 from ..common.device import (
     contiguous_last_dim,
@@ -258,26 +257,12 @@ def packed_backward(do: Tensor, *arguments: Any) -> Tensor:
     return direct(op, inputs, inputs[:2])(*inputs)
 
 
-class _BlockAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, op, backward_op, num_operands, *inputs):
-        # q, k and v or qkv, the offsets, the tables of angles, options
-        tensors, (tables, *ctx.options) = inputs[: num_operands + 1], inputs[num_operands + 1 :]
-        ctx.save_for_backward(*tensors, *tables)
-        ctx.backward_op, ctx.num_tensors = backward_op, len(tensors)
-        with below_autograd():
-            return op(*inputs)
+def _differentiate(op, backward_op) -> None:
+    def gradients(do, _, *arguments):
+        found = backward_op(do, *arguments)
+        return found if isinstance(found, tuple) else (found,)
 
-    @staticmethod
-    def backward(ctx, do):
-        saved, count = ctx.saved_tensors, ctx.num_tensors
-        gradients = ctx.backward_op(do, *saved[:count], list(saved[count:]), *ctx.options)
-        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
-        return None, None, None, *gradients, *(None,) * (2 + len(ctx.options))
-
-
-def _differentiate(op, backward_op, num_operands) -> None:
-    differentiate(op, functools.partial(_BlockAttention.apply, op, backward_op, num_operands))
+    differentiate_by(op, gradients)
     refuse_derivative(
         backward_op,
         "block_diagonal_attention is not differentiable twice: its backward kernel has no"
@@ -285,5 +270,5 @@ def _differentiate(op, backward_op, num_operands) -> None:
     )
 
 
-_differentiate(triton_block_attention, triton_block_attention_backward, 3)
-_differentiate(triton_block_attention_packed, triton_block_attention_packed_backward, 1)
+_differentiate(triton_block_attention, triton_block_attention_backward)
+_differentiate(triton_block_attention_packed, triton_block_attention_packed_backward)

@@ -38,16 +38,41 @@ def differentiate_by(op: Callable, gradients: Callable, kept: Callable | None = 
         def forward(ctx, *args):
             given = args if kept is None else kept(*args)
             ctx.num_inputs = len(args)
-            ctx.others = [None if isinstance(x, Tensor) else x for x in given]
-            ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in given))
+            ctx.sizes = [len(x) if isinstance(x, list) else -1 for x in given]
+            flat = [y for x in given for y in (x if isinstance(x, list) else [x])]
+            ctx.others = [None if isinstance(x, Tensor) else x for x in flat]
+            ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in flat))
             with below_autograd():
                 return op(*args)
 
         @staticmethod
         def backward(ctx, grad):
-            args = [x if y is None else y for x, y in zip(ctx.others, ctx.saved_tensors)]
+            flat = iter(x if y is None else y for x, y in zip(ctx.others, ctx.saved_tensors))
+            args = [next(flat) if n < 0 else [next(flat) for _ in range(n)] for n in ctx.sizes]
             found = gradients(grad, ctx.needs_input_grad, *args)
             return *found, *(None,) * (ctx.num_inputs - len(found))
+
+    differentiate(op, Node.apply)
+
+
+def differentiate_by_result(op: Callable, backward_op: Callable, num_tensors: int) -> None:
+    """The same by an operator that reads the result: of an operator of x, so many other tensors and
+    options, backward_op(gradient of the result, result, *others) is the gradient of x."""
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *others):
+            with below_autograd():
+                out = op(x, *others)
+            ctx.save_for_backward(out, *others[:num_tensors])
+            ctx.options = others[num_tensors:]
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            out, *tensors = ctx.saved_tensors
+            others = *tensors, *ctx.options
+            return backward_op(grad, out, *others), *(None,) * len(others)
 
     differentiate(op, Node.apply)
 

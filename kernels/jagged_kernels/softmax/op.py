@@ -11,12 +11,10 @@ configs.py has its launch configurations.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from ..common.autograd import below_autograd, differentiate, refuse_derivative
+from ..common.autograd import differentiate_by_result, refuse_derivative
 from ..common.device import aligned_strides, cdiv, chunk_shift, contiguous_last_dim
 from ..common.ops import operator
 from ..common.tail import zero_tails
@@ -151,29 +149,11 @@ def _jagged2_softmax(
 # -- autograd --------------------------------------------------------------------------------------
 
 
-class _Softmax(torch.autograd.Function):
-    """Of an operator of x, so many offsets, and options; and the operator of its backward."""
-
-    @staticmethod
-    def forward(ctx, op, backward_op, num_offsets, x, *others):
-        with below_autograd():
-            out = op(x, *others)
-        ctx.save_for_backward(out, *others[:num_offsets])
-        ctx.backward_op, ctx.options = backward_op, others[num_offsets:]
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        out, *offsets = ctx.saved_tensors
-        dx = ctx.backward_op(grad, out, *offsets, *ctx.options)
-        return None, None, None, dx, *(None for _ in (*offsets, *ctx.options))
-
-
 for _name, _op, _backward, _num_offsets in (
     ("jagged_softmax", triton_jagged_softmax, triton_jagged_softmax_backward, 1),
     ("jagged2_softmax", triton_jagged2_softmax, triton_jagged2_softmax_backward, 3),
 ):
-    differentiate(_op, functools.partial(_Softmax.apply, _op, _backward, _num_offsets))
+    differentiate_by_result(_op, _backward, _num_offsets)
     refuse_derivative(
         _backward,
         f"{_name} is not differentiable twice: its backward kernel has no derivative of its own",

@@ -241,7 +241,7 @@ def test_reshapes_cost_nothing_where_a_view_has_the_shape():
     captured = capture(model, (torch.randn(4, 5, 16), torch.randn(4, 1)), {})
     clean_up(captured.graph)
     costs = placement.Costs(Analysis(), partial(evaluate, hints=captured.hints, unknown=1))
-    reshapes = [x for x in captured.graph.nodes if x.target in placement.RESHAPES]
+    reshapes = [x for x in captured.graph.nodes if x.target in placement.TO_SHAPE]
     assert [costs.full(x).bytes for x in reshapes] == [0, 2 * 4 * 4 * 80]
 
 
