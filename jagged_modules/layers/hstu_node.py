@@ -165,9 +165,11 @@ class _HSTULayer(torch.autograd.Function):
     parameters are those that `hstu_node` gives, not cast."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        x, _, end, *_ = arguments
-        return residual_sum(x, linear(*_gated(ctx, *arguments), None)[: x.shape[0]], end)
+    def forward(
+        ctx: Any, x: Tensor, seed: Tensor | None, end: Tensor | None, *others: Any
+    ) -> Tensor:
+        update = linear(*_gated(ctx, x, seed, end, *others), None)
+        return residual_sum(x, update[: x.shape[0]], end)
 
     @staticmethod
     @differentiable_once

@@ -24,8 +24,8 @@ from ..common.precompiled import MANIFEST, entry_name, versions
 from .recorder import Launch
 
 # packages of kernels, and of what launches them
-FOLDERS = "attention block_attention din linear_compress matmul rows softmax"
-LAUNCHING = tuple(f"jagged_kernels.{name}." for name in FOLDERS.split())
+FOLDERS = "attention", "block_attention", "din", "linear_compress", "matmul", "rows", "softmax"
+LAUNCHING = tuple(f"jagged_kernels.{name}." for name in FOLDERS)
 _launches: list[Launch] = []  # of the worker processes, which are forked: kernels do not pickle
 
 
