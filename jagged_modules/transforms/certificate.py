@@ -57,8 +57,8 @@ def certify(
     roundings = ROUNDINGS * math.sqrt(sum(node.op == "call_function" for node in fused.graph.nodes))
     with torch.no_grad():
         if not names:
-            run = partial(_seeded, model, args, kwargs)
-            error = _compare(run, model, _seeded(fused, args, kwargs), roundings, eps)
+            found = _seeded(fused, args, kwargs)
+            error = _compare(partial(_seeded, model, args, kwargs), model, found, roundings, eps)
             return f"results equal on the example inputs, largest relative difference {error:.1e}"
         given = example.inputs
         rows = num_rows(named(given)[names[0]])[0]
