@@ -25,15 +25,19 @@ OPTIONS = {  # of a row's runs, besides the settings of all of them
     },
 }
 DECIMAL = r"(?<![\w.])\.\d+(?![\d×])"
+# of the runs with earlier defaults
 TABLES = {"Amazon Beauty": "Beauty", "MovieLens-100k": "MovieLens-100k"}
+# of those with today's
+DEFAULTS = {"Amazon Sports and Outdoors": "Sports", "Amazon Toys and Games": "Toys"}
 
 
 def read(name: str) -> dict:
     return json.loads((ROOT / "examples/results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def rows_of_record(data: str) -> dict[str, list[list[float]]]:
-    """Row → the mean and the standard deviation of each metric; of what has no seeds, its value."""
+def rows_of_record(data: str, earlier: bool = True) -> dict[str, list[list[float]]]:
+    """Row → the mean and the standard deviation of each metric; of what has no seeds, its value.
+    earlier: of the runs with the defaults of the tables, not of those with today's."""
     record = read("next-item")
     measured = {"popularity": record["popularity"][data]} if data in record["popularity"] else {}
     for name, run in record["baselines"].get(data, {}).items():
@@ -51,7 +55,8 @@ def rows_of_record(data: str) -> dict[str, list[list[float]]]:
             if option in run["command"]
         }
         seeds = [seed["test"] for seed in run["seeds"]]
-        if run["data"] == data and len(seeds) > 1 and options in OPTIONS.values():
+        of_table = run["data"] == data and ("--ahead 0" in run["command"]) == earlier
+        if of_table and len(seeds) > 1 and options in OPTIONS.values():
             name = next(name for name, each in OPTIONS.items() if each == options)
             values = [[seed[x] for seed in seeds] for x in METRICS]
             rows[name] = [[mean(x), stdev(x)] for x in values]
@@ -77,6 +82,18 @@ def test_a_row_has_the_metrics_of_its_runs(title):
                 assert is_rounded(stated, value), (line, stated, value)
 
 
+def test_todays_defaults_have_the_metrics_of_their_runs():
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| today's defaults.*?(?=\n\n)", text, re.DOTALL | re.MULTILINE)
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert [line[0].partition(":")[0] for line in lines] == [*DEFAULTS]
+    for (_, *cells), data in zip(lines, DEFAULTS.values()):
+        (row,) = rows_of_record(data, earlier=False).values()
+        assert len(cells) == len(METRICS)
+        for cell, values in zip(cells, row):
+            assert all(map(is_rounded, re.findall(DECIMAL, cell), values)), (data, cell, values)
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
 def test_metrics_of_the_text_are_those_of_a_record(page):
     known = [
@@ -86,7 +103,8 @@ def test_metrics_of_the_text_are_those_of_a_record(page):
         0.2,
         sqrt(0.2 * 0.8 / 943),
     ]  # settings, and a standard error of 943 users
-    for rows in (*map(rows_of_record, (*TABLES.values(), "Sports")), PUBLISHED):
+    of_defaults = [rows_of_record(data, earlier=False) for data in DEFAULTS.values()]
+    for rows in (*map(rows_of_record, TABLES.values()), *of_defaults, PUBLISHED):
         known += [value for metrics in rows.values() for values in metrics for value in values]
     (ranking,) = (x for name, x in read("movielens-100k").items() if name.startswith("ranking:"))
     for model in ("attention", "padded", "mean"):
