@@ -74,8 +74,9 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *inputs, call = arguments
+        targets, history, *_ = inputs
         h, of_output, order = _attended(ctx, inputs, call)
-        rows, shape = inputs[1].shape[0], inputs[0].shape[:-1]
+        rows, shape = history.shape[0], targets.shape[:-1]
         values = rows_back(linear(h[:rows], *of_output[:2]), order.history_rows, rows)
         results = in_order(linear(h[rows:], *of_output[2:]), order.inverse)
         results = with_zero_tail(torch.unflatten(results, 0, shape), call.given.end)

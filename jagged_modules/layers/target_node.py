@@ -140,7 +140,8 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *inputs, call = arguments
-        shape, (*operands, uncleared) = inputs[0].shape[:-1], _attended(ctx, inputs, call)
+        targets, *_ = inputs
+        shape, (*operands, uncleared) = targets.shape[:-1], _attended(ctx, inputs, call)
         y, end = linear(*operands), call.given.end
         if uncleared:
             # in blocks as the end counts them

@@ -175,15 +175,15 @@ def _compare(
         if not x.is_floating_point():
             same, error, allowed = torch.equal(x, y), 0.0, 0.0
         else:
-            scale = float(x[finite].abs().max()) if finite.any() else 0.0
-            error = float((x - y)[finite].abs().max()) / max(scale, 1e-30) if finite.any() else 0.0
+            scale = max(float(x[finite].abs().max()) if finite.any() else 0.0, 1e-30)
+            error = float((x - y)[finite].abs().max()) / scale if finite.any() else 0.0
             unit = max(torch.finfo(x.dtype).eps, eps)
             allowed = roundings * unit
             if same and error > allowed:
                 tries = [run(_rounded(model, unit, seed)) for seed in range(TRIES)]
                 changes = torch.stack([pytree.tree_leaves(z)[position] - x for z in tries])
                 change = float(changes[:, finite].float().square().mean().sqrt())
-                allowed = max(allowed, ROUNDINGS * change / max(scale, 1e-30))
+                allowed = max(allowed, ROUNDINGS * change / scale)
         if not same or not error <= allowed:
             raise ValueError(
                 f"output {position} of the fused model must equal the model's within {allowed:.1e},"
