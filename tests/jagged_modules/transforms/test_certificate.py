@@ -2,6 +2,8 @@
 others."""
 
 import copy
+import math
+import re
 
 import pytest
 import torch
@@ -92,21 +94,27 @@ def test_the_certificate_finds_a_wrong_result():
 
 
 def test_a_result_that_cancels_is_compared_by_the_terms_of_its_sum():
-    """It may be rounding alone."""
-    model, compared = copy.deepcopy(MODEL), 0
-    for _ in range(8):
-        example = inputs(1)
-        with torch.no_grad():
-            model.over.bias -= model(*example)[0]
-            largest = model(*example).abs().item()
-        fused = fuse_broadcasts(model, example, request_only=["profile"])
-        compared += "difference 0.0e+00" not in fused.report.certificate and largest < 1e-6
-        wrong = copy.deepcopy(fused)
-        with torch.no_grad():
-            next(x for x in wrong.parameters() if x.shape == (1,)).add_(1e-5)
+    """One unit in the last place of a term may be a hundred percent of the result."""
+    model, example = copy.deepcopy(MODEL), inputs(1)
+    with torch.no_grad():
+        model.over.bias -= model(*example)[0]
+    fused = copy.deepcopy(fuse_broadcasts(model, example, request_only=["profile"]))
+    given = Example(model, example, {})
+    (bias,) = [x for x in fused.parameters() if x.shape == (1,)]
+    exact = bias.detach().clone()
+
+    def errors(*biases):
+        for x in biases:
+            with torch.no_grad():
+                bias.copy_(x)
+            sentence = certificate.certify(given, fused, ("profile",))
+            yield float(re.search("difference (.*?);", sentence)[1])
+
+    up, down = (exact.nextafter(exact.new_tensor([x])) for x in (math.inf, -math.inf))
+    assert max(errors(up, down)) > 0.01
+    for wrong in exact - 1e-5, exact + 1e-5:
         with pytest.raises(ValueError, match="got a difference of"):
-            certificate.certify(Example(model, example, {}), wrong, ("profile",))
-    assert compared
+            list(errors(wrong))
 
 
 def test_the_certificate_allows_the_rounding_of_the_dtypes_inside():
