@@ -24,7 +24,7 @@ import time
 import traceback
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -80,6 +80,7 @@ class SharedCompilation:
         from triton import compiler, knobs
         from triton.backends.nvidia import driver
         from triton.runtime import build
+        from triton.runtime.jit import DependenciesFinder
 
         self.times, self._compile, self._knobs = CompileTimes(), compiler.compile, knobs
         self._was_cached = False
@@ -87,6 +88,7 @@ class SharedCompilation:
         compiler.compile = self  # read by JITFunction at its first launch
         driver.compile_module_from_src = self._compile_launcher
         self._compile_extension = build.compile_module_from_src
+        DependenciesFinder._update_hash = with_constants(DependenciesFinder._update_hash)
 
     def __call__(self, src, target=None, options=None, **rest):
         start = time.perf_counter()
@@ -112,6 +114,17 @@ class SharedCompilation:
 
     def _listen(self, *, cache_hit: bool, **_):
         self._was_cached = cache_hit
+
+
+def with_constants(update_hash: Callable) -> Callable:
+    """A kernel's key has the global constants of what it calls. Triton 3.6 knows them once the
+    callee has a key: they were missing where no other kernel had asked for it before."""
+
+    def update(finder, callee):
+        assert callee.cache_key
+        update_hash(finder, callee)
+
+    return update
 
 
 @contextlib.contextmanager

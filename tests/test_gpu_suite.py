@@ -45,13 +45,23 @@ TESTS = """
     EXPECTED_CELLS = [f"sum|fp32|D{dim}|{option}" for dim in (16, 32) for option in ("plain", "masked")]
     pytestmark = pytest.mark.gpu
 
+    STEP = tl.constexpr(1)
+
+    @triton.jit
+    def next_of(x):
+        return x + STEP
+
     @triton.jit
     def kernel(ptr):
-        tl.store(ptr, tl.load(ptr) + 1)
+        tl.store(ptr, next_of(tl.load(ptr)))
 
     @pytest.mark.parametrize("number", range(4))
     def test_that_compiles(record_property, number):
         record_property("cell", "sum|fp32|D16|plain")
+        for function in next_of, kernel:  # as in a new process
+            function.hash, function.used_global_vals = None, {}
+        if number % 2:
+            assert next_of.cache_key
         source = triton.compiler.ASTSource(kernel, signature=dict(ptr="*fp32"), constexprs={})
         assert triton.compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
