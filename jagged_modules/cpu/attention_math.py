@@ -53,15 +53,17 @@ def softmax_forward(
     out, lse = _fused_forward(q, k, v, rule)
     if finite:
         return out, lse
-    if rule.mask is None:
-        # a score is NaN or infinity; or all are NaN or -infinity, where torch returns out = lse = 0
-        unsafe = ~(lse.isfinite() & (lse != 0)).flatten(1).all(1)
-    else:
-        unsafe = _unsafe_segments(rule.scale, q, k, v)
-    if bool(unsafe.any()):
-        out[unsafe], exact = unfused_forward(q[unsafe], k[unsafe], v[unsafe], rule)
-        assert exact is not None  # "softmax" returns it
-        lse[unsafe] = exact.masked_fill(exact == math.inf, math.nan)  # so are the gradients
+    # a score is NaN or infinity; or all are NaN or -infinity, where torch returns out = lse = 0, as
+    # for a row that sees no key
+    lost = ~(lse.isfinite() & (lse != 0))
+    some = lost.flatten(1).any(1)
+    if bool(some.any()):
+        exact_out, exact_lse = unfused_forward(q[some], k[some], v[some], rule)
+        assert exact_lse is not None  # "softmax" returns it
+        rows = lost[some]  # the bits of others do not change
+        out[some] = torch.where(rows[..., None], exact_out, out[some])
+        exact_lse = exact_lse.masked_fill(exact_lse == math.inf, math.nan)  # so are the gradients
+        lse[some] = torch.where(rows, exact_lse, lse[some])
     return out, lse
 
 
