@@ -50,9 +50,6 @@ from .shares import in_shares
 # bytes; GEMMs of matrices that start elsewhere may round otherwise, so that a result would depend
 # on other segments
 ALIGNMENT = 64
-# elements of keys in a group: up to this many, the norms of all operands take less time than a look
-# at the result of each group
-SMALL_GROUP = 4096
 
 
 def attention_cpu(call: AttentionCall) -> Tensor:
@@ -80,18 +77,12 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
     q, k, v, segments, params, _ = call
-    scale, activation = params.scale, params.activation
     if has_one_query_each(call):
         return _attend_by_one_query(call, threads)
     out, lse = (x.zero_() for x in _empty_outputs(call))
-    queries, keys, values, results = _compute_operands(activation, q, k, v, out)
+    queries, keys, values, results = _compute_operands(params.activation, q, k, v, out)
     is_fused = _is_fused(params)
-    groups = list(groups_of(q.shape[1], segments, params))
-    finite = (
-        is_fused
-        and (params.mask is not None or keys.numel() <= SMALL_GROUP * len(groups))
-        and dot_products_are_finite(scale, queries, keys, values)
-    )
+    finite = is_fused and dot_products_are_finite(params.scale, queries, keys, values)
 
     def compute(groups: list[Group]) -> None:
         for group in groups:
@@ -104,6 +95,7 @@ def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
                 put(lse, group.rows, block_lse[..., None])
             put(results, group.rows, block)
 
+    groups = list(groups_of(q.shape[1], segments, params))
     in_shares(compute, groups, _cost(q, v), threads, is_fused and _is_one_call(params))
     return _result_like(out, _scaled(results, segments.q_offsets, params)), lse
 

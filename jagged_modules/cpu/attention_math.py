@@ -8,7 +8,7 @@ The backward recomputes the scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ SCORES_AT_A_TIME = 2**18  # scores that fit a core's caches; a group is computed
 # rows
 MOST_SCORES = 2**21
 
-Piece = tuple[slice, slice, slice, Tensor | None]  # of `_parts_of_blocks`
+Piece = tuple[slice, slice, slice, Tensor | None]  # of `_pieces`
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -134,10 +134,9 @@ def unfused_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor
     log-sum-exp of the scores `[segments, heads, rows]`."""
     mask, num_targets, scale, activation, bias, dropout = rule
     queries, keys, values = _fold(q * scale, k), k.flatten(0, 1), v.flatten(0, 1)
-    pieces, is_whole = _pieces(q, k, mask, num_targets)
-    out = None if is_whole else queries.new_zeros(*queries.shape[:3], v.shape[3])
+    out = queries.new_zeros(*queries.shape[:3], v.shape[3])
     lse = queries.new_zeros(queries.shape[:3]) if activation == "softmax" else None
-    for some, rows, columns, hidden in pieces:
+    for some, rows, columns, hidden in _pieces(q, k, mask, num_targets):
         scores = queries[some, :, rows].flatten(1, 2) @ keys[some, columns].mT
         if bias is not None:
             bias.add(scores, q, k, (some, rows, columns))
@@ -148,12 +147,7 @@ def unfused_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor
         p, value = _weights(scores, hidden, activation), values[some, columns]
         if dropout is not None:
             p.masked_fill_(dropout.dropped(q, k, (some, rows, columns)), 0.0)
-        result = p @ value
-        if out is None:
-            out = torch.unflatten(result, 1, queries.shape[1:3])
-        else:
-            out[some, :, rows] = result.view_as(out[some, :, rows])
-    assert out is not None
+        out[some, :, rows] = (p @ value).view_as(out[some, :, rows])
     if dropout is not None:
         out *= dropout.dropout.factor
     return _unfold(out, k), None if lse is None else _unfold(lse, k)
@@ -183,9 +177,8 @@ def unfused_backward(
         sums = _fold(results[1][..., None], k)[..., 0]
     keys = k.flatten(0, 1)
     values = v.flatten(0, 1)
-    pieces, is_whole = _pieces(q, k, mask, num_targets)
-    dq, dk, dv = (x if is_whole else torch.zeros_like(x) for x in (queries, keys, values))
-    for some, rows, columns, hidden in pieces:
+    dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
+    for some, rows, columns, hidden in _pieces(q, k, mask, num_targets):
         place = some, rows, columns
         query, grad = (x[some, :, rows].flatten(1, 2) for x in (queries, grads))
         key, value = keys[some, columns], values[some, columns]
@@ -207,10 +200,6 @@ def unfused_backward(
             ds = p * (dp - delta[some, :, rows].flatten(1, 2)[..., None])
         if bias is not None and dtables is not None:
             dtables.add(ds, bias, q, k, place)
-        if is_whole:
-            dq = torch.unflatten(ds @ key, 1, dq.shape[1:3])
-            dk, dv = ds.mT @ query, weights.mT @ grad
-            break
         dv[some, columns].baddbmm_(weights.mT, grad)
         dk[some, columns].baddbmm_(ds.mT, query)
         dq[some, :, rows] = (ds @ key).view_as(dq[some, :, rows])
@@ -281,20 +270,7 @@ def _unmasked_blocks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, None]
         yield rows, slice(0, num_keys), None
 
 
-def _pieces(
-    q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int
-) -> tuple[Iterable[Piece], bool]:
-    """The pieces, and whether the only one has all scores."""
-    pieces = _parts_of_blocks(q, k, mask, num_targets)
-    if mask is not None:
-        return pieces, False
-    listed = list(pieces)
-    return listed, len(listed) == 1
-
-
-def _parts_of_blocks(
-    q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int
-) -> Iterator[Piece]:
+def _pieces(q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int) -> Iterator[Piece]:
     """The blocks, each for some of the (segment, key head) pairs at a time: those pairs, then the
     fields of a block."""
     segments, kv_heads = k.shape[:2]
