@@ -47,10 +47,6 @@ from .one_query import has_one_query_each
 from .operators import host_operator
 from .shares import in_shares
 
-# bytes; GEMMs of matrices that start elsewhere may round otherwise, so that a result would depend
-# on other segments
-ALIGNMENT = 64
-
 
 def attention_cpu(call: AttentionCall) -> Tensor:
     """Jagged attention. fp16 and bf16 are computed in fp32 and rounded once. batch_invariant:
@@ -271,17 +267,13 @@ def _cost(q: Tensor, v: Tensor) -> Callable[[Group], int]:
 
 def _compute_operands(activation: str, *tensors: Tensor) -> Iterator[Tensor]:
     """The tensors in fp32 or fp64, and for softmax as torch's fused attention needs them: equal
-    head dims, which zeros fill up, a last stride of 1, and rows that start at multiples of
-    ALIGNMENT."""
+    head dims, which zeros fill up, and a last stride of 1."""
     width = max(x.shape[-1] for x in tensors)
-    if any(x.shape[1] * width * compute_dtype(x).itemsize % ALIGNMENT for x in tensors):
-        width = -(-width // 16) * 16  # 64 bytes of fp32
     for x in tensors:
         x = x.to(compute_dtype(x))
         if activation == "softmax":
             x = pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-            aligned = (x.data_ptr() | x.stride(0) * x.element_size()) % ALIGNMENT == 0
-            if x.stride(-1) != 1 or not aligned:
+            if x.stride(-1) != 1:
                 x = x.clone(memory_format=torch.contiguous_format)
         yield x
 
