@@ -1,8 +1,7 @@
 """Jagged attention on the CPU: the operator and its backward.
 
 Segments with equal lengths form a group, and `attention_math` computes one group at a time. Nothing
-is padded. Adjacent segments of a group are read in place; others are gathered. If that would gather
-most rows, all of them are sorted by their segments' lengths first.
+is padded. Adjacent segments of a group are read in place; others are gathered.
 """
 
 from __future__ import annotations
@@ -43,18 +42,10 @@ from .attention_math import (
     unfused_forward,
 )
 from .buckets import compute_dtype
-from .groups import Group, groups_of, put, take
+from .groups import Group, groups_of, is_by_rows, put, take
 from .one_query import has_one_query_each
 from .operators import host_operator
-from .order import Ordered, rows_back, rows_in_order
 from .shares import in_shares
-
-# bytes; GEMMs of matrices that start elsewhere may round otherwise, so that a result would depend
-# on other segments
-ALIGNMENT = 64
-# elements of keys in a group: up to this many, the norms of all operands take less time than a look
-# at the result of each group
-SMALL_GROUP = 4096
 
 
 def attention_cpu(call: AttentionCall) -> Tensor:
@@ -82,23 +73,16 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
     q, k, v, segments, params, _ = call
-    scale, activation = params.scale, params.activation
     if has_one_query_each(call):
         return _attend_by_one_query(call, threads)
     out, lse = (x.zero_() for x in _empty_outputs(call))
-    ordered = Ordered.of(segments, params)
-    queries, keys, values, results = _compute_operands(activation, *ordered.sorted(q, k, v), out)
+    queries, keys, values, results = _compute_operands(params.activation, q, k, v, out)
     is_fused = _is_fused(params)
-    groups = list(groups_of(q.shape[1], ordered))
-    finite = (
-        is_fused
-        and (params.mask is not None or keys.numel() <= SMALL_GROUP * len(groups))
-        and dot_products_are_finite(scale, queries, keys, values)
-    )
+    finite = is_fused and dot_products_are_finite(params.scale, queries, keys, values)
 
     def compute(groups: list[Group]) -> None:
         for group in groups:
-            operands, rule = group.operands(queries, keys, values), group.rule(ordered.params)
+            operands, rule = group.operands(queries, keys, values), group.rule(params)
             if not is_fused:
                 block, block_lse = unfused_forward(*operands, rule)
             else:
@@ -107,8 +91,8 @@ def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
                 put(lse, group.rows, block_lse[..., None])
             put(results, group.rows, block)
 
+    groups = list(groups_of(q.shape[1], segments, params))
     in_shares(compute, groups, _cost(q, v), threads, is_fused and _is_one_call(params))
-    results, lse = (rows_back(x, ordered.q_order, len(x)) for x in (results, lse))
     return _result_like(out, _scaled(results, segments.q_offsets, params)), lse
 
 
@@ -159,14 +143,11 @@ def _gradients(
         return _gradients_by_one_query(do, results, call, threads, parts)
     q, k, v, segments, params, _ = call
     scale, activation, q_shared = params.scale, params.activation, segments.q_shared
-    ordered = Ordered.of(segments, params)
     grad = _scaled(do.to(compute_dtype(do)), segments.q_offsets, params)
-    grad = rows_in_order(grad, ordered.q_order)
-    used = results if activation == "softmax" else [None, None]
-    out, lse = (None if x is None else rows_in_order(x, ordered.q_order) for x in used)
+    out, lse = results if activation == "softmax" else [None, None]
     is_fused = _is_fused(params)
     queries, keys, values, grad, *outs = _compute_operands(
-        activation, *ordered.sorted(q, k, v), grad, *([] if out is None else [out])
+        activation, q, k, v, grad, *([] if out is None else [out])
     )
     if parts is None or (queries.dtype, queries.shape[2]) != (q.dtype, q.shape[2]):
         parts = tuple(torch.zeros_like(x) for x in (queries, keys, values))
@@ -180,10 +161,10 @@ def _gradients(
     def compute(groups: list[Group]) -> tuple[Tensor | None, TableGradients]:
         """Store or add the gradients of the groups' rows. Returns those of shared operands."""
         shared_dq = torch.zeros_like(queries) if q_shared else None
-        dtables = TableGradients.of(ordered.params)
+        dtables = TableGradients.of(params)
         for group in groups:
             operands = (take(grad, group.rows), *group.operands(queries, keys, values))
-            found, rule = None, group.rule(ordered.params)
+            found, rule = None, group.rule(params)
             if lse is not None and (is_fused or not (params.mask or params.has_bias)):
                 block, block_lse = (take(x, group.rows) for x in (*outs, lse))
                 found = block, block_lse[..., 0]
@@ -203,21 +184,19 @@ def _gradients(
                 )
         return shared_dq, dtables
 
-    dtables = TableGradients.of(ordered.params)
+    dtables = TableGradients.of(params)
     divisible = is_fused and _is_one_call(params)
     for query_group, groups in itertools.groupby(
-        groups_of(q.shape[1], ordered), key=lambda group: group.query_group
+        groups_of(q.shape[1], segments, params), key=lambda group: group.query_group
     ):
         # rows of a segment add to the same keys
-        of_group = 1 if ordered.is_by_rows(query_group) else threads
+        of_group = 1 if is_by_rows(segments, params, query_group) else threads
         for shared_dq, share_dtables in in_shares(
             compute, list(groups), _cost(q, v), of_group, divisible
         ):
             dtables.add_all(share_dtables)
             if shared_dq is not None:
                 dq += shared_dq
-    dq = dq if q_shared else rows_back(dq, ordered.q_order, q.shape[0])
-    dk, dv = (rows_back(x, ordered.kv_order, k.shape[0]) for x in (dk, dv))
     return dq, dk, dv, *dtables.results(q, params)
 
 
@@ -288,17 +267,13 @@ def _cost(q: Tensor, v: Tensor) -> Callable[[Group], int]:
 
 def _compute_operands(activation: str, *tensors: Tensor) -> Iterator[Tensor]:
     """The tensors in fp32 or fp64, and for softmax as torch's fused attention needs them: equal
-    head dims, which zeros fill up, a last stride of 1, and rows that start at multiples of
-    ALIGNMENT."""
+    head dims, which zeros fill up, and a last stride of 1."""
     width = max(x.shape[-1] for x in tensors)
-    if any(x.shape[1] * width * compute_dtype(x).itemsize % ALIGNMENT for x in tensors):
-        width = -(-width // 16) * 16  # 64 bytes of fp32
     for x in tensors:
         x = x.to(compute_dtype(x))
         if activation == "softmax":
             x = pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-            aligned = (x.data_ptr() | x.stride(0) * x.element_size()) % ALIGNMENT == 0
-            if x.stride(-1) != 1 or not aligned:
+            if x.stride(-1) != 1:
                 x = x.clone(memory_format=torch.contiguous_format)
         yield x
 

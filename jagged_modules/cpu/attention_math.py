@@ -8,7 +8,7 @@ The backward recomputes the scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ SCORES_AT_A_TIME = 2**18  # scores that fit a core's caches; a group is computed
 # rows
 MOST_SCORES = 2**21
 
-Piece = tuple[slice, slice, slice, Tensor | None]  # of `_parts_of_blocks`
+Piece = tuple[slice, slice, slice, Tensor | None]  # of `_pieces`
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -50,41 +50,21 @@ def softmax_forward(
     """The output, and the log-sum-exp of the scores `[segments, heads, rows]`, by torch's fused
     attention. A row that sees no key gets 0. q, k and v must have the same head dim and a last
     stride of 1. finite: whether `dot_products_are_finite` is known to hold."""
+    out, lse = _fused_forward(q, k, v, rule)
     if finite:
-        return _fused_forward(q, k, v, rule)
-    mask, num_targets, scale, *_ = rule
-    if mask is None:
-        out, lse = _fused_forward(q, k, v, rule)
-        undefined = _undefined_rows(q, k, lse, scale)
-        if bool(undefined.any()):
-            out.masked_fill_(undefined[..., None], math.nan)
-            lse.masked_fill_(undefined, math.nan)
         return out, lse
-    if dot_products_are_finite(scale, q, k, v):
-        return _fused_forward(q, k, v, rule)
-    bad_q, bad_kv = _unsafe_rows(q, k, scale), _unsafe_rows(k, q, scale) | _unsafe_rows(v)
-    affected, _ = _affected(q, k, bad_q, bad_kv, mask, num_targets)
-    fused_out, fused_lse = _fused_forward(
-        _clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), rule
-    )
-    exact_out, exact_lse = unfused_forward(q, k, v, rule)
-    assert exact_lse is not None  # "softmax" returns it
-    # The bits of other rows do not change.
-    return torch.where(affected[..., None], exact_out, fused_out), torch.where(
-        affected, exact_lse, fused_lse
-    )
-
-
-def _undefined_rows(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """Rows whose softmax is NaN, `[segments, heads, rows]`: a score is NaN or infinity, or no score
-    is above -infinity. torch's fused attention returns out = 0 and lse = 0 for a row without a
-    score above -infinity, as if it saw no key."""
-    undefined = ~lse.isfinite()
-    unseen = (lse == 0).flatten(1).any(1)
-    if bool(unseen.any()):
-        scores = _fold(q[unseen] * scale, k[unseen]) @ k[unseen].flatten(0, 1).mT[:, None]
-        undefined[unseen] |= _unfold(~(scores > -math.inf).any(-1), k[unseen])
-    return undefined
+    # a score is NaN or infinity; or all are NaN or -infinity, where torch returns out = lse = 0, as
+    # for a row that sees no key
+    lost = ~(lse.isfinite() & (lse != 0))
+    some = lost.flatten(1).any(1)
+    if bool(some.any()):
+        exact_out, exact_lse = unfused_forward(q[some], k[some], v[some], rule)
+        assert exact_lse is not None  # "softmax" returns it
+        rows = lost[some]  # the bits of others do not change
+        out[some] = torch.where(rows[..., None], exact_out, out[some])
+        exact_lse = exact_lse.masked_fill(exact_lse == math.inf, math.nan)  # so are the gradients
+        lse[some] = torch.where(rows, exact_lse, lse[some])
+    return out, lse
 
 
 def softmax_backward(
@@ -99,19 +79,15 @@ def softmax_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. out, lse: the results of `softmax_forward`. finite: as there, for
     do, q, k and v."""
-    mask, num_targets, scale, *_ = rule
-    if mask is None or finite or dot_products_are_finite(scale, do, q, k, v):
-        return _fused_backward(do, q, k, v, out, lse, rule)
-    bad_q = _unsafe_rows(q, k, scale) | _unsafe_rows(do, v)
-    bad_kv = _unsafe_rows(k, q, scale) | _unsafe_rows(v, do)
-    affected, affected_keys = _affected(q, k, bad_q, bad_kv, mask, num_targets)
-    do_, q_, out_ = (_clear(x, affected) for x in (do, q, out))
-    k_, v_ = (_clear(x, bad_kv) for x in (k, v))
-    fused = _fused_backward(do_, q_, k_, v_, out_, lse.masked_fill(affected, 0.0), rule)
-    unfused = unfused_backward(do, q, k, v, rule)
-    choices = (affected, affected_keys, affected_keys)
-    dq, dk, dv = (torch.where(rows[..., None], x, y) for rows, x, y in zip(choices, unfused, fused))
-    return dq, dk, dv
+    gradients = _fused_backward(do, q, k, v, out, lse, rule)
+    if rule.mask is None or finite:
+        return gradients
+    unsafe = _unsafe_segments(rule.scale, do, q, k, v)
+    if bool(unsafe.any()):
+        exact = unfused_backward(do[unsafe], q[unsafe], k[unsafe], v[unsafe], rule)
+        for dx, exact_dx in zip(gradients, exact):
+            dx[unsafe] = exact_dx
+    return gradients
 
 
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -157,12 +133,10 @@ def unfused_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor
     """P v with P = dropout(act(scale · q kᵀ + bias)), 0 where hidden. With softmax also the
     log-sum-exp of the scores `[segments, heads, rows]`."""
     mask, num_targets, scale, activation, bias, dropout = rule
-    finite = mask is None or _are_finite(v)
     queries, keys, values = _fold(q * scale, k), k.flatten(0, 1), v.flatten(0, 1)
-    pieces, is_whole = _pieces(q, k, mask, num_targets)
-    out = None if is_whole else queries.new_zeros(*queries.shape[:3], v.shape[3])
+    out = queries.new_zeros(*queries.shape[:3], v.shape[3])
     lse = queries.new_zeros(queries.shape[:3]) if activation == "softmax" else None
-    for some, rows, columns, hidden in pieces:
+    for some, rows, columns, hidden in _pieces(q, k, mask, num_targets):
         scores = queries[some, :, rows].flatten(1, 2) @ keys[some, columns].mT
         if bias is not None:
             bias.add(scores, q, k, (some, rows, columns))
@@ -173,16 +147,7 @@ def unfused_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor
         p, value = _weights(scores, hidden, activation), values[some, columns]
         if dropout is not None:
             p.masked_fill_(dropout.dropped(q, k, (some, rows, columns)), 0.0)
-        result = (
-            p @ value
-            if finite or hidden is None
-            else _visible_matmul(p, value, hidden.repeat(queries.shape[1], 1))
-        )
-        if out is None:
-            out = torch.unflatten(result, 1, queries.shape[1:3])
-        else:
-            out[some, :, rows] = result.view_as(out[some, :, rows])
-    assert out is not None
+        out[some, :, rows] = (p @ value).view_as(out[some, :, rows])
     if dropout is not None:
         out *= dropout.dropout.factor
     return _unfold(out, k), None if lse is None else _unfold(lse, k)
@@ -212,10 +177,8 @@ def unfused_backward(
         sums = _fold(results[1][..., None], k)[..., 0]
     keys = k.flatten(0, 1)
     values = v.flatten(0, 1)
-    finite = mask is None or _are_finite(queries, grads, keys)
-    pieces, is_whole = _pieces(q, k, mask, num_targets)
-    dq, dk, dv = (x if is_whole else torch.zeros_like(x) for x in (queries, keys, values))
-    for some, rows, columns, hidden in pieces:
+    dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
+    for some, rows, columns, hidden in _pieces(q, k, mask, num_targets):
         place = some, rows, columns
         query, grad = (x[some, :, rows].flatten(1, 2) for x in (queries, grads))
         key, value = keys[some, columns], values[some, columns]
@@ -237,20 +200,9 @@ def unfused_backward(
             ds = p * (dp - delta[some, :, rows].flatten(1, 2)[..., None])
         if bias is not None and dtables is not None:
             dtables.add(ds, bias, q, k, place)
-        if is_whole:
-            dq = torch.unflatten(ds @ key, 1, dq.shape[1:3])
-            dk, dv = ds.mT @ query, weights.mT @ grad
-            break
-        if finite or hidden is None:
-            dv[some, columns].baddbmm_(weights.mT, grad)
-            dk[some, columns].baddbmm_(ds.mT, query)
-            block = ds @ key
-        else:
-            no_pair = hidden.repeat(queries.shape[1], 1)
-            dv[some, columns] += _visible_matmul(weights.mT, grad, no_pair.mT)
-            dk[some, columns] += _visible_matmul(ds.mT, query, no_pair.mT)
-            block = _visible_matmul(ds, key, no_pair)
-        dq[some, :, rows] = block.view_as(dq[some, :, rows])
+        dv[some, columns].baddbmm_(weights.mT, grad)
+        dk[some, columns].baddbmm_(ds.mT, query)
+        dq[some, :, rows] = (ds @ key).view_as(dq[some, :, rows])
     return _unfold(dq, k) * scale, dk.unflatten(0, k.shape[:2]), dv.unflatten(0, k.shape[:2])
 
 
@@ -268,60 +220,20 @@ def _ds(dp: Tensor, scores: Tensor, p: Tensor, hidden: Tensor | None, activation
     return _hide(POINTWISE[activation].backward(dp, scores), hidden)
 
 
-def _are_finite(*operands: Tensor) -> bool:
-    """False if an element is not finite, or if a norm overflows. The norm needs no temporary
-    tensor."""
-    return all(math.isfinite(torch.linalg.vector_norm(x)) for x in operands)
-
-
 def dot_products_are_finite(scale: float, *operands: Tensor) -> bool:
     """False if an element, or a dot product of rows of two operands, may not be finite. torch's
-    fused attention adds -inf to hidden scores and multiplies hidden rows by 0, which gives NaN for
-    such values."""
-    bound = math.prod(1 + float(torch.linalg.vector_norm(x)) for x in operands)
-    return bound * (1 + abs(scale)) < torch.finfo(operands[0].dtype).max
+    fused attention gives NaN for hidden scores that are infinite, and 0 for rows whose scores are
+    all NaN."""
+    return not bool(_unsafe_segments(scale, *(x[None] for x in operands)))
 
 
-def _unsafe_rows(x: Tensor, other: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """Boolean `[..., rows]`: the row of x `[..., rows, D]`, or one of its dot products with finite
-    rows of `other`, may not be finite."""
-    norms = torch.linalg.vector_norm(x, dim=-1)
-    if other is not None:
-        norms = norms * (
-            (1 + abs(scale))
-            * (1 + torch.linalg.vector_norm(other, dim=-1).nan_to_num(0.0, posinf=0.0).amax())
-        )
-    return ~norms.isfinite()
-
-
-def _affected(
-    q: Tensor, k: Tensor, bad_q: Tensor, bad_kv: Tensor, mask: AttentionMask, num_targets: int
-) -> tuple[Tensor, Tensor]:
-    """Booleans `[segments, heads, rows]`: queries that are bad or see a bad key, and keys that such
-    a query sees."""
-    group = q.shape[1] // k.shape[1]
-    rows_affected, keys = bad_q.clone(), bad_kv.repeat_interleave(group, 1).to(q.dtype)
-    keys_affected = torch.zeros_like(keys, dtype=torch.bool)
-    for rows, columns, hidden in _blocks(q, k, mask, num_targets):
-        visible = (~hidden).to(q.dtype)
-        rows_affected[:, :, rows] |= keys[:, :, columns] @ visible.mT > 0
-        keys_affected[:, :, columns] |= rows_affected[:, :, rows].to(q.dtype) @ visible > 0
-    return rows_affected, keys_affected.unflatten(1, (-1, group)).any(2)
-
-
-def _clear(x: Tensor, rows: Tensor) -> Tensor:
-    return x.masked_fill(rows[..., None], 0.0)
-
-
-def _visible_matmul(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
-    """p `[some, M, N]` @ x `[some, N, D]` without the hidden pairs `[M, N]`: p is 0 there, but 0 ·
-    NaN and 0 · inf are NaN. The finite elements of x are multiplied. Then visible elements that are
-    not finite set the result to +inf, -inf or NaN."""
-    not_finite = ~x.isfinite()
-    terms = (~hidden).to(x.dtype) @ not_finite.to(x.dtype)
-    signs = p.sign() @ x.sign().masked_fill(~x.isinf(), 0.0)
-    others = torch.where(signs.abs() == terms, signs * math.inf, math.nan)
-    return p @ x.masked_fill(not_finite, 0.0) + torch.where(terms == 0, 0.0, others)
+def _unsafe_segments(scale: float, *operands: Tensor) -> Tensor:
+    """Boolean `[segments]`, of operands `[segments, ...]`: where `dot_products_are_finite` does not
+    hold."""
+    bound = torch.tensor(1 + abs(scale), device="cpu")
+    for x in operands:
+        bound = bound * (1 + torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim()))))
+    return ~(bound < torch.finfo(operands[0].dtype).max)
 
 
 def _row_blocks(q: Tensor, k: Tensor, at_a_time: int) -> Iterator[slice]:
@@ -358,20 +270,7 @@ def _unmasked_blocks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, None]
         yield rows, slice(0, num_keys), None
 
 
-def _pieces(
-    q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int
-) -> tuple[Iterable[Piece], bool]:
-    """The pieces, and whether the only one has all scores."""
-    pieces = _parts_of_blocks(q, k, mask, num_targets)
-    if mask is not None:
-        return pieces, False
-    listed = list(pieces)
-    return listed, len(listed) == 1
-
-
-def _parts_of_blocks(
-    q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int
-) -> Iterator[Piece]:
+def _pieces(q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int) -> Iterator[Piece]:
     """The blocks, each for some of the (segment, key head) pairs at a time: those pairs, then the
     fields of a block."""
     segments, kv_heads = k.shape[:2]

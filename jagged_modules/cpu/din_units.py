@@ -47,8 +47,7 @@ class Units:
             return z
         if self.name == "prelu":
             return torch.prelu(z, self.table.slope)
-        p = torch.addcmul(self.shift, z, self.scale).sigmoid_()
-        return torch.addcmul(self.table.slope, p, self.rest, out=p).mul_(z)
+        return self.kept(z).h
 
     def kept(self, z: Tensor) -> Kept:
         """h, and what else `gradients` reads."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from jagged_kernels.attention.params import AttentionParams
+from jagged_kernels.attention.params import AttentionParams, Segments
 from torch import Tensor
 
 from ..dropout import Dropout
@@ -15,7 +15,6 @@ from ..masks import AttentionMask
 from .attention_bias import BlockBias, BlockDropout
 from .attention_math import SCORES_AT_A_TIME, Rule
 from .buckets import Rows, present_segments
-from .order import Ordered
 
 
 class Group(NamedTuple):
@@ -29,7 +28,7 @@ class Group(NamedTuple):
             added.
         shift: query_shift of each segment.
         scores: the number of their scores, of all heads.
-        starts: where the segments of queries start, in the caller's order.
+        starts: where the segments of queries start.
         first: the place of the first query row in its segment.
     """
 
@@ -67,11 +66,20 @@ class Group(NamedTuple):
         return Rule(*self.mask, params.scale, params.activation, bias, drops)
 
 
-def groups_of(num_heads: int, ordered: Ordered) -> Iterator[Group]:
+def is_by_rows(segments: Segments, params: AttentionParams, query_group: int) -> bool:
+    """Whether a group of segments is one query row. Mask and bias are those of the first query
+    group."""
+    return (
+        params.batch_invariant
+        and ((params.mask is None and not params.has_bias) or query_group > 0)
+        and not segments.q_shared
+    )
+
+
+def groups_of(num_heads: int, segments: Segments, params: AttentionParams) -> Iterator[Group]:
     """Groups of segments that have queries and keys, in the order of the query groups.
     batch_invariant: a group is one segment or, of a query group without a mask, one query row: a
     candidate's result must not depend on the user's other candidates."""
-    segments, params, starts_of_queries, _, _ = ordered
     mask = (
         None if params.mask is None else AttentionMask.from_params(params.mask, params.num_targets)
     )
@@ -82,11 +90,11 @@ def groups_of(num_heads: int, ordered: Ordered) -> Iterator[Group]:
     targets, shifts = (none if x is None else x for x in (params.num_targets, params.query_shift))
     starts: defaultdict[tuple[int, ...], list[tuple[int, int, int, int]]] = defaultdict(list)
     for query_group in range((len(q_offsets) - 1) // max(1, num_segments)):
-        first, by_rows = query_group * num_segments, ordered.is_by_rows(query_group)
-        bounds, own = (x[first : first + num_segments + 1] for x in (q_offsets, starts_of_queries))
+        first, by_rows = query_group * num_segments, is_by_rows(segments, params, query_group)
+        bounds = q_offsets[first : first + num_segments + 1]
         present = present_segments(bounds, kv_offsets)
-        columns = bounds[:-1], bounds[1:], kv_offsets[:-1], kv_offsets[1:], own, targets, shifts
-        for q_start, q_end, kv_start, kv_end, start, *others in zip(
+        columns = bounds[:-1], bounds[1:], kv_offsets[:-1], kv_offsets[1:], targets, shifts
+        for q_start, q_end, kv_start, kv_end, *others in zip(
             *(x[:num_segments][present].tolist() for x in columns)
         ):
             if q_end > q_start and kv_end > kv_start:
@@ -94,11 +102,11 @@ def groups_of(num_heads: int, ordered: Ordered) -> Iterator[Group]:
                 pairs = starts[(query_group, *lengths, *others)]
                 if by_rows:
                     own_rows = range(q_start, q_end)
-                    pairs += ((row, kv_start, start, row - q_start) for row in own_rows)
+                    pairs += ((row, kv_start, q_start, row - q_start) for row in own_rows)
                 else:
-                    pairs.append((q_start, kv_start, start, 0))
+                    pairs.append((q_start, kv_start, q_start, 0))
     for (query_group, num_queries, num_keys, t, shift), pairs in starts.items():
-        by_rows = ordered.is_by_rows(query_group)
+        by_rows = is_by_rows(segments, params, query_group)
         at_a_time = 1
         if not batch_invariant:
             at_a_time = max(1, SCORES_AT_A_TIME // (num_heads * num_queries * num_keys))
@@ -120,5 +128,5 @@ def take(x: Tensor, rows: Rows) -> Tensor:
 
 
 def put(x: Tensor, rows: Rows, block: Tensor) -> None:
-    """Undo `_take`: write a block to its rows of x."""
+    """Undo `take`: write a block to its rows of x."""
     rows.put(x, block.transpose(1, 2))

@@ -157,9 +157,8 @@ def _call(
 def _compare(
     run: Callable[..., Any], model: nn.Module, found: Any, roundings: float, eps: float
 ) -> float:
-    """The largest difference from the results of run(), relative to the largest element of its
-    tensor. ValueError if it is more than rounding. run: calls the model, also with other
-    parameters."""
+    """The largest `_difference` from the results of run(). ValueError if it is more than rounding.
+    run: calls the model, also with other parameters."""
     largest = 0.0
     expected, found = pytree.tree_leaves(run()), pytree.tree_leaves(found)
     for position, (x, y) in enumerate(zip(expected, found)):
@@ -168,29 +167,39 @@ def _compare(
                 f"output {position} must be {list(x.shape)} {x.dtype}, got {list(y.shape)}"
                 f" {y.dtype} from the fused model"
             )
-        finite = (
-            torch.isfinite(x) if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)
-        )
-        same = torch.equal(x[~finite].nan_to_num(), y[~finite].nan_to_num())
-        if not x.is_floating_point():
-            same, error, allowed = torch.equal(x, y), 0.0, 0.0
-        else:
-            scale = max(float(x[finite].abs().max()) if finite.any() else 0.0, 1e-30)
-            error = float((x - y)[finite].abs().max()) / scale if finite.any() else 0.0
+        error, unit = _difference(x, y), 0.0
+        if x.is_floating_point():
             unit = max(torch.finfo(x.dtype).eps, eps)
-            allowed = roundings * unit
-            if same and error > allowed:
-                tries = [run(_rounded(model, unit, seed)) for seed in range(TRIES)]
-                changes = torch.stack([pytree.tree_leaves(z)[position] - x for z in tries])
-                change = float(changes[:, finite].float().square().mean().sqrt())
-                allowed = max(allowed, ROUNDINGS * change / scale)
-        if not same or not error <= allowed:
+        allowed = roundings * unit
+        if allowed < error < math.inf:
+            tries = [run(_rounded(model, unit, seed)) for seed in range(TRIES)]
+            changes = torch.stack([pytree.tree_leaves(z)[position] - x for z in tries])
+            change = changes[:, x.isfinite()].float().square().mean().sqrt()
+            allowed = max(allowed, ROUNDINGS * float(change) / _scale(x))
+        if not error <= allowed:
             raise ValueError(
                 f"output {position} of the fused model must equal the model's within {allowed:.1e},"
                 f" got a difference of {error:.1e}"
             )
         largest = max(largest, error)
     return largest
+
+
+def _difference(x: Tensor, y: Tensor) -> float:
+    """The largest, relative to the largest element of x; infinity if integers differ, or where x is
+    not finite."""
+    if not x.is_floating_point():
+        return 0.0 if torch.equal(x, y) else math.inf
+    finite = x.isfinite()
+    if not torch.equal(x[~finite].nan_to_num(), y[~finite].nan_to_num()):
+        return math.inf
+    return float((x - y)[finite].abs().max()) / _scale(x) if finite.any() else 0.0
+
+
+def _scale(x: Tensor) -> float:
+    """The largest finite element of x, at least a number that divides."""
+    finite = x[x.isfinite()].abs()
+    return max(float(finite.max()) if finite.numel() else 0.0, 1e-30)
 
 
 def _rounded(model: nn.Module, eps: float, seed: int) -> dict[str, Tensor]:

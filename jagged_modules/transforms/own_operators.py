@@ -21,7 +21,7 @@ from torch import fx
 
 from .analysis import Analysis
 from .calls import Call, Moved, equal_segments, own_rule
-from .lineage import Lineage, Size, common, size_of
+from .lineage import Lineage, Size, common
 from .runtime import attend_equal_segments
 
 ATTENTIONS = ("jagged_modules.attention_cpu.default", "jagged_kernels.attention.default")
@@ -163,14 +163,3 @@ def linear_compress(call: Call) -> Moved | None:
         return None
     lineage = common([x for x in lineages if x])
     return lineage and Moved(lineage)
-
-
-def attention_flops(node: fx.Node, estimate: Callable[[Size], int]) -> float:
-    """Of an attention operator whose segments have their mean length."""
-    call = Call(node, {})
-    attention = _attention_call(call)
-    kv_offsets = attention.segments.kv_offsets
-    rows, heads, width = (estimate(size) for size in call.shape())
-    segments = max(estimate(size_of(kv_offsets.meta["val"].shape[0])) - 1, 1)
-    keys = estimate(call.shape(attention.k)[0]) / segments
-    return 2 * rows * heads * keys * (width + estimate(call.shape(attention.q)[-1]))

@@ -26,7 +26,7 @@ from .compress import Compression
 from .din import DINAttention
 from .levels import LevelAttention
 from .lineage import Lineage, Size, product, shape_of, size_of
-from .own_operators import ATTENTIONS, LINEAR_COMPRESS, SegmentAttention, attention_flops
+from .own_operators import ATTENTIONS, LINEAR_COMPRESS, SegmentAttention
 from .processors import CPU, GPU, Processor
 
 Fusion = TargetAttention | LevelAttention | SegmentAttention | Compression | DINAttention
@@ -305,20 +305,18 @@ class Costs:
         return self._counted[node]
 
     def _count(self, node: fx.Node) -> float:
-        arguments = Call(node, {}).arguments
         if node.target in GEMMS:
             return self._measured(node)
         if node.target in RECURRENCES:  # not measured: torch would run all steps
-            *steps, _ = shape_of(arguments["input"].meta["val"])
-            weights = [x for x in _values(arguments["params"]) if x.dim() == 2]
-            return 2 * self.estimate(product(steps)) * sum(map(self.elements, weights))
-        if str(node.target) in ATTENTIONS:
-            return attention_flops(node, self.estimate)
-        if str(node.target) == LINEAR_COMPRESS:
-            pairs = zip(_values(arguments["weights"]), _values(arguments["embeddings"]))
-            return 2 * sum(
-                weight.shape[0] * self.elements(embedding) for weight, embedding in pairs
-            )
+            call = Call(node, {})
+            *steps, _ = call.shape(call["input"])
+            weights = (x.meta["val"] for x in call["params"])
+            elements = sum(self.elements(x) for x in weights if x.dim() == 2)
+            return 2 * self.estimate(product(steps)) * elements
+        if str(node.target) in (*ATTENTIONS, LINEAR_COMPRESS):
+            from .. import flops as _flops  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers the formulas; it imports triton
+
+            return self._measured(node)
         return 0
 
     def _measured(self, node: fx.Node) -> int:
@@ -337,10 +335,6 @@ class Costs:
         with FlopCounterMode(display=False) as counter:
             target(*args, **kwargs)
         return counter.get_total_flops()
-
-
-def _values(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
-    return [x.meta["val"] for x in nodes]
 
 
 def is_contiguous(value: torch.Tensor, dim: int = 0) -> bool:

@@ -11,7 +11,7 @@ from torch import fx
 
 from .calls import Call, Moved, is_operator, is_tensor
 from .lineage import Lineage, Map, Size
-from .shape_rules import WHOLE
+from .shape_rules import is_whole_slice
 
 aten = torch.ops.aten
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -110,9 +110,7 @@ def _expanded_from(index: fx.Node, dim: int) -> fx.Node | None:
                 return None
             dim -= added < dim
         elif index.target is aten.slice.Tensor:
-            if call["start"] not in (None, 0) or call["step"] != 1:
-                return None
-            if not isinstance(call["end"], int) or call["end"] < WHOLE:
+            if not is_whole_slice(call.arguments):
                 return None
         elif index.target in (aten.view.default, aten.reshape.default):
             if len(call.shape(operand)) != 1 or call.shape()[dim] != call.shape(operand)[0]:

@@ -89,8 +89,8 @@ def test_timestamps(timestamps, buckets, boundaries):
 
 @pytest.mark.parametrize("mask", [None, "targets"])
 def test_equal_segments_that_are_not_adjacent(mask):
-    """The CPU sorts segments by their lengths, and with them timestamps of keys and of queries,
-    shifts and numbers of targets."""
+    """The CPU computes segments of equal lengths together, with their timestamps of keys and of
+    queries, shifts and numbers of targets."""
     lengths = [[2, 3, 2, 3, 2, 3], [5, 4, 5, 4, 5, 4]]
     check_case(
         lengths, bias="both", mask=mask, timestamps="unsorted", query_times=True, query_shift=True

@@ -163,7 +163,8 @@ def _made_on_the_host():
     functions: dict[str, Any] = {
         name: _on_the_host(getattr(torch, name)) for name in FACTORIES + FACTORIES_LIKE
     }
-    functions["bmm"] = _without(torch.bmm, "out_dtype")
+    bmm = torch.bmm
+    functions["bmm"] = lambda x, y, out_dtype=None: bmm(x, y)
     methods = {name: _on_the_host(getattr(torch.Tensor, name)) for name in METHODS}
     with _replaced(torch, functions), _replaced(torch.Tensor, methods):
         yield
@@ -221,12 +222,6 @@ def _on_the_host(function):
         return function(*args, **kwargs)
 
     return call
-
-
-def _without(function, option: str):
-    return lambda *args, **options: function(
-        *args, **{name: x for name, x in options.items() if name != option}
-    )
 
 
 _TO = torch.Tensor.to
