@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from marks import slow_after
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -70,7 +71,7 @@ def check(operands, mask, activation):
         torch.testing.assert_close(x, y, equal_nan=True, msg=partial("{}: {}".format, name))
 
 
-@pytest.mark.parametrize("activation", TESTED)
+@slow_after(3, "activation", TESTED)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("operand", ["q", "k", "v", "do"])
 def test_nan_reaches_only_rows_that_see_it(operands, operand, mask, activation):

@@ -108,7 +108,8 @@ def test_a_graph_computes_again_what_the_node_does(layer_and_rows, offsets, monk
     sizes = {}
     for recompute in ((), ("norm", "activation"), RECOMPUTED):
         layer, x = layer_and_rows(recompute=recompute)
-        sizes[recompute] = bytes_kept(layer, x, offsets(LENGTHS), monkeypatch)
+        x = x[:12]
+        sizes[recompute] = bytes_kept(layer, x, offsets([5, 0, 6, 1]), monkeypatch)
     differences = [x - y for x, y in itertools.pairwise(sizes.values())]
     assert differences == [4 * x.nbytes, 4 * x.nbytes]
 
