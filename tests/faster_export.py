@@ -18,6 +18,7 @@ _look_up = getattr(utils, "_materialize_cpp_cia_ops", None)
 _collect = getattr(exported_program, "_collect_all_valid_cia_ops", None)
 _override = getattr(exported_program, "_override_composite_implicit_decomp", None)
 _rules = getattr(fake_impls, "op_implementations_dict", None)
+APPLIES = None not in (_look_up, _collect, _override, _rules)
 # (operator, its decomposition) → its kernels elsewhere and in an export, and its rule for fake
 # tensors there
 _kept: dict[tuple, tuple[Kernels, Kernels, Callable]] = {}
@@ -62,7 +63,6 @@ def _override_once(decompositions: dict) -> Iterator[None]:
 
 
 def make_faster() -> None:
-    if None in (_look_up, _collect, _override, _rules):
-        return
-    exported_program._collect_all_valid_cia_ops = _collect_after_one_look_up
-    exported_program._override_composite_implicit_decomp = _override_once
+    if APPLIES:
+        exported_program._collect_all_valid_cia_ops = _collect_after_one_look_up
+        exported_program._override_composite_implicit_decomp = _override_once
