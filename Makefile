@@ -83,7 +83,7 @@ serve: $(ENV)
 	$(PY) examples/serve_ranking.py $(if $(DATA),--data $(DATA)) $(ARGS)
 
 # the longest first
-test: test-modules test-others test-interpreter test-compile
+test: test-modules test-others test-compile test-interpreter
 test-slow: test-slow-modules test-slow-others test-slow-interpreter test-slow-compile
 # Both kinds are collected once.
 test-all: test-all-modules test-all-others test-all-interpreter test-all-compile
