@@ -82,10 +82,11 @@ train: $(ENV)
 serve: $(ENV)
 	$(PY) examples/serve_ranking.py $(if $(DATA),--data $(DATA)) $(ARGS)
 
-test: test-others test-modules test-interpreter test-compile
-test-slow: test-slow-others test-slow-modules test-slow-interpreter test-slow-compile
+# the longest first
+test: test-modules test-others test-compile test-interpreter
+test-slow: test-slow-modules test-slow-others test-slow-interpreter test-slow-compile
 # Both kinds are collected once.
-test-all: test-all-others test-all-modules test-all-interpreter test-all-compile
+test-all: test-all-modules test-all-others test-all-interpreter test-all-compile
 
 # Triton reads TRITON_INTERPRET once, when it is imported: hence a process of its own.
 test-interpreter test-slow-interpreter test-all-interpreter: $(ENV)

@@ -12,15 +12,13 @@ import accuracy
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from torch._export import utils as export_utils
-from torch.export import exported_program
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import jagged_modules as jm
 from jagged_modules.captured_step import RUNNERS
 
-from . import gpu_suite, warm
+from . import faster_export, gpu_suite, warm
 from .direct_graphs import Direct
 from .distributed.ranks import Ranks
 
@@ -36,6 +34,7 @@ INDUCTOR_CACHE = (
     / f"inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
 )
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(INDUCTOR_CACHE))
+faster_export.make_faster()
 
 
 @pytest.fixture(autouse=True)
@@ -52,28 +51,6 @@ def few_collections():
     gc.enable()
     if not torch.cuda.is_available():  # whose memory garbage may hold
         gc.set_threshold(100_000)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def operators_are_looked_up_once():
-    """torch.export looks up all composite operators again for each namespace of operators, which is
-    a quarter of the time of fuse_broadcasts. torch has no public names for this, and may rename
-    it."""
-    look_up = getattr(export_utils, "_materialize_cpp_cia_ops", None)
-    collect = getattr(exported_program, "_collect_all_valid_cia_ops", None)
-    if look_up is None or collect is None:
-        yield
-        return
-
-    def collect_after_one_look_up():
-        look_up()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(export_utils, "_materialize_cpp_cia_ops", lambda: None)
-            return collect()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exported_program, "_collect_all_valid_cia_ops", collect_after_one_look_up)
-        yield
 
 
 @pytest.fixture

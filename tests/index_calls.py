@@ -181,18 +181,15 @@ def arguments_of(name: str) -> dict[str, tuple[str, ...]]:
 def forms_on(device: str, forms: tuple[str, ...], of_a_layer: bool = False) -> tuple[str, ...]:
     """The forms that a table of one argument has: on a GPU all that differ from the plain one in
     few ways; on the host fewer, and in the interpreter, which is slow, those that a kernel could
-    read wrongly. Kernels are compiled for int32 and for views, which are not aligned. JOINT has
-    these too, so on a GPU the table has one view of a function's, and none of them of a layer's."""
+    read wrongly and that differ there: JOINT has columns and views too. Kernels are compiled for
+    int32 and for views, which are not aligned. JOINT has these too, so on a GPU the table has one
+    view of a function's, and none of them of a layer's."""
     few = few_forms(forms)
     if device == "cuda":
         left_out = {"int32", "view"} if of_a_layer else set()
         return tuple(x for x in few if x != "int32 view" and left_out.isdisjoint(x.split()))
     if device == "interpreter":
-        return tuple(
-            x
-            for x in few
-            if x in ("int32", "column", "int32 every other", "view", "expanded", "read-only")
-        )
+        return tuple(x for x in few if x in ("int32", "int32 every other", "expanded", "read-only"))
     return tuple(x for x in few if not is_on_host(x) or len(x.split()) == 1)
 
 

@@ -8,11 +8,11 @@
 // a tuple of its outputs, or of a string that says what is wrong. Connections are served side by
 // side, one request of a connection after the other.
 
+#include <ATen/core/ivalue.h>
 #include <dlfcn.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#include <torch/csrc/jit/serialization/pickle.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -22,6 +22,13 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+// Of torch/csrc/jit/serialization/pickle.h, which includes so much that the server would take g++
+// twice as long.
+namespace torch::jit {
+std::vector<char> pickle_save(const at::IValue& value);
+at::IValue pickle_load(const std::vector<char>& data);
+}  // namespace torch::jit
 
 namespace {
 

@@ -19,6 +19,7 @@ from benchmarks.training_steps import training_steps
 from jagged_kernels.common import precompiled
 from jagged_kernels.precompile import build
 from jagged_kernels.precompile.recorder import recorded_launches
+from marks import slow_after
 from triton import knobs
 
 from jagged_modules import precompile as program
@@ -108,7 +109,7 @@ def launches_of(layer, capability=(9, 0)):
     return set(launches)
 
 
-@pytest.mark.parametrize("unpacked", [False, True], ids=["zip", "folder"])
+@slow_after(1, "unpacked", [True, False], ids=["folder", "zip"])
 def test_a_process_without_a_compiler_finds_all(made, tmp_path, unpacked):
     """Elsewhere than they were written, with no C compiler and no cache that can be written."""
     kernels = tmp_path / "moved.zip"

@@ -26,7 +26,7 @@ def threads(request):
 
 @pytest.mark.parametrize("name", names(operators("cpu", torch.float32)))
 def test_operators(name):
-    check(operators("cpu", torch.float32)[name], LENGTHS, OWN, 200)
+    check(operators("cpu", torch.float32)[name], LENGTHS, OWN, 60)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp64"])

@@ -78,9 +78,9 @@ def test_schemas_are_those_of_python(operator, name):
 )
 def test_random_calls_of_din_attention(din_calls, activation):
     fixed = dict(activation=activation, implementation="auto")
-    for seed, normalize in enumerate([None, "softmax"] * 2):
+    for seed, normalize in enumerate([None, "softmax"]):
         check(random_case("din_attention", seed, "cpu", normalize=normalize, **fixed))
-    assert len(din_calls) >= 4
+    assert len(din_calls) >= 2
 
 
 @pytest.mark.parametrize("normalize", [None, "softmax"])

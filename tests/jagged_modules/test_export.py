@@ -543,8 +543,9 @@ def test_torch_jit_trace_is_told_to_use_torch_export():
         torch.jit.trace(layer, inputs)
 
 
+@pytest.mark.slow
 def test_a_package_of_aot_inductor(tmp_path):
-    """Of an operator alone: packages of layers take longer to compile, so their tests are slow."""
+    """Of an operator. A package of layers, in tests/examples/test_cpp.py, is not slow."""
 
     class Attend(torch.nn.Module):
         def forward(self, q, k, v, offsets):

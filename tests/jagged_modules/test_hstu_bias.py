@@ -350,7 +350,7 @@ def test_compiles_once():
 
 
 def test_scoring_compiles_once():
-    stack = jm.HSTUStack(WIDTH, HEADS, 2, config_of(relative_position=200, relative_time=BUCKETS))
+    stack = jm.HSTUStack(WIDTH, HEADS, 1, config_of(relative_position=200, relative_time=BUCKETS))
     graph, counter = compiled(stack.score, floats_as_inputs=True)
     compilations = []
     for segments, rows, count in SIZES:

@@ -96,22 +96,22 @@ def test_user_rows_and_candidates_together(check_self_target_attention):
     check_self_target_attention([3, 0, 70], [20, 4, 0], torch.float32, "cpu")
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        jm.AttentionMask(causal=True),
-        jm.AttentionMask(window=(30, 3)),
-        jm.AttentionMask(
-            causal=True, contextual_seqlen=3, max_attn_len=20, min_full_attn_seqlen=10
-        ),
-        jm.AttentionMask(causal=True, window=(9, None), global_prefix=20, recent_history=40),
-    ],
-    ids=["causal", "window", "hstu", "semi-local"],
+OF_USERS_ROWS = {
+    "causal": dict(causal=True),
+    "window": dict(window=(30, 3)),
+    "hstu": dict(causal=True, contextual_seqlen=3, max_attn_len=20, min_full_attn_seqlen=10),
+    "semi-local": dict(causal=True, window=(9, None), global_prefix=20, recent_history=40),
+}
+
+
+@slow_after(
+    5,
+    "activation, mask",
+    [("softmax", x) for x in OF_USERS_ROWS] + [("silu", x) for x in reversed(OF_USERS_ROWS)],
 )
-@pytest.mark.parametrize("activation", ["softmax", "silu"])
 def test_a_mask_of_the_users_own_rows(check_self_target_attention, mask, activation):
     lengths, candidates = [3, 0, 150, 5], [20, 4, 70, 90]
-    options = dict(activation=activation, mask=mask)
+    options = dict(activation=activation, mask=jm.AttentionMask(**OF_USERS_ROWS[mask]))
     check_self_target_attention(lengths, candidates, torch.float32, "cpu", **options)
 
 

@@ -11,19 +11,29 @@ from jagged_modules import AttentionMask
 FP32, FP16 = torch.float32, torch.float16
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+PARAMETERLESS = "sigmoid", "silu", "identity"
 # users without events or candidates, several blocks of events and groups of candidates
 SEGMENTS = dict(candidates=[0, 3, 1, 3, 0] + [4] * 17, lengths=[1, 40, 3, 33, 5, 0])
 
 
-@pytest.mark.parametrize("normalize", [None, "softmax"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+# each activation and each mask is tested with one of both sums
+@slow_after(
+    7,
+    "activation, normalize",
+    [(x, "softmax" if x in PARAMETERLESS else None) for x in ACTIVATIONS]
+    + [(x, None if x in PARAMETERLESS else "softmax") for x in ACTIVATIONS],
+)
 def test_forward_and_gradients(check_din, activation, normalize):
     check_din(activation, FP32, "cpu", normalize=normalize, width=10, **SEGMENTS)
 
 
-@pytest.mark.parametrize("normalize", [None, "softmax"])
-@slow_after(1, "activation", ["dice", "silu"])
-@pytest.mark.parametrize("mask", MASKS)
+@slow_after(
+    5,
+    "mask, activation, normalize",
+    [(x, "dice", None if x in ("hstu", "truncated") else "softmax") for x in MASKS]
+    + [(x, "dice", "softmax" if x in ("hstu", "truncated") else None) for x in MASKS]
+    + [(x, "silu", y) for x in MASKS for y in (None, "softmax")],
+)
 def test_masks(check_din, mask, activation, normalize):
     """Blocks that no row sees, that some see, and rows that see nothing."""
     options = dict(candidates=[0, 3, 0, 3, 3], lengths=[1, 3, 0, 35, 0], hidden=(5, 3), width=4)

@@ -104,9 +104,10 @@ def test_batches_of_one_kind(check_packed, lengths):
         check_packed(lengths, torch.float16, "cpu", heads=(1, 1), dims=(16, 16))
 
 
-@pytest.mark.parametrize(
+@slow_after(
+    2,
     "options",
-    [dict(), dict(activation="silu"), dict(cross=True), dict(cross=True, activation="silu")],
+    [dict(), dict(cross=True, activation="silu"), dict(activation="silu"), dict(cross=True)],
     ids=str,
 )
 def test_a_segments_values_stay_in_it(check_packed_neighbours, options):

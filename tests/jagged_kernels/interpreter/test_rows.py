@@ -61,7 +61,7 @@ def test_activation(check_activation_of_rows, name, gated, dtype):
 
 
 @slow_after(1, "dtype", [FP32, FP16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@slow_after(1, "dropout", [0.3, 0.0])
 @by_width
 def test_gate(check_gate, width, norm, dropout, dtype):
     for rows in ROWS if width < 512 else ROWS[:2]:

@@ -21,8 +21,15 @@ def test_tile_list_is_the_hosts(check_tile_list, num_segments, longest, dtype):
     check_tile_list(num_segments, longest, dtype, "cpu", SIZES)
 
 
-@pytest.mark.parametrize("groups", [(2, 1), (1, 2), (3, 1), (1, 3)], ids=str)
-@pytest.mark.parametrize("num_segments, longest", [(1, 0), (7, 100), (40, 20), (300, 9)])
+GROUPS = [(2, 1), (1, 2), (3, 1), (1, 3)]
+
+
+@slow_after(
+    13,
+    "num_segments, longest, groups",
+    [(*sizes, x) for sizes in ((1, 0), (7, 100), (40, 20), (300, 9)) for x in GROUPS],
+    ids=str,
+)
 def test_tile_list_of_several_groups_is_the_hosts(check_tile_list, num_segments, longest, groups):
     options = dict(groups=groups, key_tiles=groups[1] > 1)
     for masked in (False, True):
@@ -43,7 +50,7 @@ def test_random_masked_tiles_are_the_hosts(check_random_tiles, seed):
     check_random_tiles(seed, 200, "cpu")
 
 
-@slow_after(12, "seed", range(40))
+@slow_after(6, "seed", range(40))
 def test_random_tiles_in_groups_of_segments_are_the_hosts(check_grouped_tiles, seed):
     check_grouped_tiles(seed, 150, "cpu")
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from marks import slow_after
 from torch import fx, nn
 
 from jagged_modules.transforms import fuse_broadcasts
@@ -278,7 +279,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@slow_after(1, "dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda x: " ".join(map(str, x.values())))
 def test_results_and_gradients(case, dtype):
     torch.manual_seed(0)

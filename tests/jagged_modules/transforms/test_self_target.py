@@ -199,10 +199,8 @@ def decisions(fused):
 
 MULTIHEAD = {
     "batch first": dict(batch_first=True),
-    "sequence first": dict(),
-    "weights": dict(batch_first=True, weights=True),
-    "no bias": dict(batch_first=True, bias=False),
-    "targets first": dict(batch_first=True, targets_first=True),
+    "sequence and targets first": dict(targets_first=True),
+    "weights, no bias": dict(batch_first=True, weights=True, bias=False),
 }
 
 
