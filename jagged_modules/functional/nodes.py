@@ -73,17 +73,34 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
                 return once(ctx, *gradients)
         if not torch.is_grad_enabled():
             return backward(ctx, *gradients)
+        context = _ReadOnce(ctx)
         with torch.no_grad():
-            results = backward(ctx, *gradients)
-        anchor = first.new_zeros(()).requires_grad_()
-        return _Last.apply(anchor, *results)  # type: ignore[no-untyped-call]  # unannotated in torch
+            results = backward(context, *gradients)
+        leaves = (getattr(node, "variable", None) for node, _ in ctx.next_functions)
+        # A derivative with respect to any of these passes through the node and raises the error.
+        sources = first.new_zeros(()).requires_grad_(), *gradients, *context.saved_tensors, *leaves
+        return _Last.apply(results, *sources)  # type: ignore[no-untyped-call]  # unannotated in torch
 
     return once
 
 
+class _ReadOnce:
+    """A node's context that may be read again: activation checkpointing unpacks what a node saved
+    once."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.saved_tensors: tuple[Tensor | None, ...] = ctx.saved_tensors
+        self._ctx = ctx
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
 class _Last(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *results: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, results: tuple[Tensor | None, ...], *sources: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         return results
 
     @staticmethod

@@ -167,6 +167,8 @@ def attend_to_levels(
     if options.activation != "softmax":
         return (torch.stack(attend_to_levels(q, operands, levels, options, False)).sum(0),)
     keys_and_values = [x for k_and_v in operands for x in k_and_v]
+    if torch.compiler.is_compiling():  # Dynamo takes no tensor twice
+        keys_and_values = [x.view_as(x) for x in keys_and_values]
     # the node must not keep the values of histories
     alone = tuple(x._replace(container=None, history=None) for x in levels)
     return (apply(_Joint, q, *keys_and_values, alone, options),)

@@ -94,7 +94,12 @@ def parse_targets(
         return _with_candidates(targets, candidates, histories, projection, width)
     ((name, history),) = histories.items()
     num_segments = history.num_segments
-    if may_be_equal and isinstance(targets, Tensor) and not targets.is_nested:
+    if isinstance(targets, Tensor) and not targets.is_nested:
+        if not may_be_equal:
+            raise TypeError(
+                "targets must be a container of rows, or a dense tensor [num_candidates, n_q, E_t]"
+                " with candidates, got a Tensor without candidates"
+            )
         rows = _checked(targets, projection, width, "[B, T, E_t]")
         if rows.shape[0] != num_segments:
             raise ValueError(

@@ -510,6 +510,21 @@ def test_a_second_derivative_raises(nodes, name):
     (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="not differentiable twice"):
         dx.sum().backward()
+    # nor is it 0 where autograd follows only the paths to the tensors that it is asked for
+    for source in (x, *others, *case.layer.parameters()):
+        (dx,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="not differentiable twice"):
+            torch.autograd.grad(dx.sum(), source, allow_unused=True)
+
+
+def test_a_graph_of_gradients_of_a_checkpoint(nodes):
+    """What a node saved is unpacked once, as torch.utils.checkpoint demands."""
+    case = CASES["candidates"]()
+    x, *others = (x.clone().requires_grad_() for x in case.inputs)
+    (expected,) = torch.autograd.grad(case.run(case.layer, x, *others).sum(), x)
+    out = checkpoint(case.run, case.layer, x, *others, use_reentrant=False)
+    (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    assert torch.equal(dx, expected)
 
 
 def replaced(layer, name):

@@ -100,6 +100,13 @@ BAD = {
         ValueError,
         r"\[num_candidates, n_q, E_t\]",
     ),
+    "no candidates": (
+        HISTORY,
+        torch.randn(3, 1, 6).double(),
+        None,
+        TypeError,
+        "or a dense tensor .* with candidates, got a Tensor without candidates",
+    ),
     "candidates": (
         HISTORY,
         torch.randn(2, 1, 6).double(),
