@@ -1,0 +1,108 @@
+"""What a training step with new offsets costs the host: calls of the library's Python functions,
+and the functions between a layer's forward and its launch. On a GPU, small models wait for these.
+"""
+
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from jagged_kernels.precompile.recorder import recorded_launches
+
+import jagged_modules as jm
+
+USERS, CANDIDATES, WIDTH = 6, 3, 64
+LENGTHS = torch.tensor([40, 0, 17, 1, 30, 12])
+PACKAGES, RECORDER = ("jagged_modules.", "jagged_kernels."), "jagged_kernels.precompile.recorder"
+
+
+def history(rows):
+    return rows, torch.cat([LENGTHS.new_zeros(1), LENGTHS.cumsum(0)])
+
+
+def candidates():
+    return torch.arange(USERS).repeat(CANDIDATES)
+
+
+def offsets_of_candidates():
+    return torch.arange(USERS + 1) * CANDIDATES
+
+
+STEPS = {  # a layer, its call with new index tensors, and the most calls of a step
+    "target, a map": (
+        lambda: jm.JaggedTargetAttention(WIDTH, 2),
+        lambda layer, x, t: layer(t[:, None], history(x), candidates()),
+        0,
+    ),
+    "target, sorted": (
+        lambda: jm.JaggedTargetAttention(WIDTH, 2),
+        lambda layer, x, t: layer(
+            t[:, None], history(x), jm.CandidateIndex.from_offsets(offsets_of_candidates())
+        ),
+        0,
+    ),
+    "target, a pair": (
+        lambda: jm.JaggedTargetAttention(WIDTH, 2),
+        lambda layer, x, t: layer((t, offsets_of_candidates()), history(x))[0],
+        0,
+    ),
+    "self and target": (
+        lambda: jm.JaggedSelfTargetAttention(WIDTH, 2),
+        lambda layer, x, t: layer(history(x), t[:, None], candidates())[1],
+        0,
+    ),
+    "GDPA": (
+        lambda: jm.JaggedGDPA(WIDTH, 2),
+        lambda layer, x, t: layer(history(x))[0],
+        0,
+    ),
+    "blocks": (
+        lambda: jm.BlockDiagonalSelfAttention(WIDTH, 2),
+        lambda layer, x, t: layer(history(x))[0],
+        0,
+    ),
+    "HSTU": (
+        lambda: jm.HSTULayer(WIDTH, 2, config=jm.HSTUConfig(scaling_seqlen=100)),
+        lambda layer, x, t: layer(history(x))[0],
+        0,
+    ),
+    "encoder": (
+        lambda: jm.JaggedEncoderLayer(WIDTH, 2, WIDTH),
+        lambda layer, x, t: layer(history(x))[0],
+        0,
+    ),
+}
+
+
+def called_code(function):
+    """The code of each call of a function of the library while this one runs."""
+    found = []
+
+    def note(frame, event, _):
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and module.startswith(PACKAGES) and module != RECORDER:
+            found.append(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_calls_of_a_step(name):
+    make, call, most = STEPS[name]
+    layer = make()
+    x, t = (torch.randn(n, WIDTH, requires_grad=True) for n in (100, USERS * CANDIDATES))
+    with recorded_launches():
+
+        def step():
+            call(layer, x, t).sum().backward()
+
+        step()
+        found = called_code(step)
+    assert len(found) <= most
