@@ -67,7 +67,7 @@ from .split_queries import SplitQueries
 from .triton_launch import triton_dkdv, triton_dq, triton_forward
 
 SMALLEST_SCALE = 1e-20  # by which the kernels divide a bias
-FEW = 2**20  # elements that a GPU sets to 0 in the time of a launch
+FEW = 2**20  # elements, which a GPU sets to 0 in the time of a launch
 
 # -- the registered operators, which take the arguments of `params.pack` ---------------------------
 
@@ -99,7 +99,9 @@ def _forward(
     if not _has_rows(call):
         return out.zero_(), lse.fill_(-math.inf)
     clears = clears and call.segments.has_tail and not call.segments.q_shared
-    clears = clears and not _zeroed(out)
+    # It takes the host less time than a launch behind the kernel's. Graphs do not know the number.
+    if clears and not torch.compiler.is_compiling() and out.numel() <= FEW:
+        out, clears = out.zero_(), False
     operands, segments = Operands(call.q, call.k, call.v, out, lse), _with_tiles(call, tiles)
     if selection.packed_fwd is not None:
         packed.forward(operands, segments, params, selection.packed_fwd)
@@ -165,14 +167,13 @@ def triton_attention_packed_backward(
     call = unpacked[0]
     outs = PackedGradients(of_queries, of_keys, columns)
     parts = outs.parts(*call[:3], call.segments.q_shared)
-    clears = call.segments.has_tail and not _zeroed(of_queries, of_keys)
     if _has_rows(call):
         dtables = _write_gradients(do, results, unpacked, *parts)
     else:
         dtables = empty_table_gradients(call.params, call.q)
         for x in (*parts, *dtables):
             x.zero_()
-    if clears:
+    if call.segments.has_tail:
         of_rows = [(of_queries, call.segments.q_offsets)]
         if not call.segments.is_self_attention:
             keys = of_queries[: call.k.shape[0]] if of_keys is None else of_keys
@@ -220,17 +221,6 @@ def _write_gradients(
     dtables = triton_dq(operands, grads, queries, params, bias, selection)
     triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)
     return dtables
-
-
-def _zeroed(*outs: Tensor | None) -> bool:
-    """Whether the outs, which kernels write next, became 0: of few elements, all take the host less
-    time than a launch that clears the rows behind the last segment."""
-    given = [x for x in outs if x is not None]
-    few = sum([x.numel() for x in given]) <= FEW
-    if few:
-        for x in given:
-            x.zero_()
-    return few
 
 
 def _has_rows(call: AttentionCall) -> bool:
