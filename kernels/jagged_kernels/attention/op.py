@@ -99,8 +99,8 @@ def _forward(
     if not _has_rows(call):
         return out.zero_(), lse.fill_(-math.inf)
     clears = clears and call.segments.has_tail and not call.segments.q_shared
-    # It takes the host less time than a launch behind the kernel's. Graphs do not know the number.
-    if clears and not torch.compiler.is_compiling() and out.numel() <= FEW:
+    # It takes the host less time than a launch behind the kernel's. A trace has no number.
+    if clears and isinstance(size := out.numel(), int) and size <= FEW:
         out, clears = out.zero_(), False
     operands, segments = Operands(call.q, call.k, call.v, out, lse), _with_tiles(call, tiles)
     if selection.packed_fwd is not None:
