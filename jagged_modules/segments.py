@@ -148,7 +148,8 @@ def checked_offsets(
 def normal_form(x: Tensor, device: torch.device) -> Tensor:
     """x as everything below the public functions takes tensors of indices, and of one number per
     segment: on the device and contiguous. Kernels read no strides of them."""
-    return x.to(device, non_blocking=True).contiguous()
+    moved = x if x.device == device else x.to(device, non_blocking=True)
+    return moved.contiguous()
 
 
 # -- what is known of segments ------------------------------------------------------------------

@@ -4,6 +4,7 @@ containers."""
 from __future__ import annotations
 
 import sys
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -124,4 +125,4 @@ def _is_nested(x: Any) -> bool:
 def _is_one_of(x: Any, *names: str) -> bool:
     # None: nobody imported it, so x cannot be one of its classes
     torchrec: Any = sys.modules.get("torchrec.sparse.jagged_tensor")
-    return torchrec is not None and isinstance(x, tuple(getattr(torchrec, name) for name in names))
+    return torchrec is not None and isinstance(x, attrgetter(*names)(torchrec))

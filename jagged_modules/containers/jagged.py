@@ -408,7 +408,7 @@ class Jagged(Queries):
         Raises:
             TypeError, ValueError: as `prepare`.
         """
-        if self.device.type == "cpu" or is_recording(self.device):
+        if self.values.is_cpu or is_recording(self.values.device):
             return None
         sizes = Sizes.of(num_heads, num_kv_heads, head_dim, dtype)
         queries = self if queries is None else queries

@@ -172,7 +172,9 @@ def attention_forward(
         return cpu_forward(call)
     from jagged_kernels.attention import op
 
-    return op.attention_forward(_with_schedule(call, trains), clears)
+    arguments, tiled = op.prepared(_with_schedule(call, trains))
+    out, lse = op.triton_attention(*arguments) if tiled is None else op.launch(*tiled, clears)
+    return out, lse, arguments
 
 
 def attention_backward(

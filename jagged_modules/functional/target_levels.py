@@ -62,8 +62,8 @@ class Level(NamedTuple):
         if self.history is None:
             return None
         queries = self.container if self.candidates is None else self.candidates
-        if self.candidates is not None and not self.history.segmentation.schedules:
-            if self.candidates.is_sorted and self.candidates.host_counts is None:
+        if self.candidates is not None and self.candidates.is_sorted:
+            if self.candidates.host_counts is None and not self.history.segmentation.schedules:
                 return None
         rows = 1 if self.shape is None else self.shape[1]
         return self.history.schedule(

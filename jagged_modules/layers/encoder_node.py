@@ -51,9 +51,9 @@ def encoder_dtype(layer: JaggedEncoderLayer, x: Tensor) -> torch.dtype | None:
     attention, norms = layer.attention, (layer.norm1, layer.norm2)
     if type(attention) is not JaggedGDPA or type(layer.dropout) is not nn.Dropout:
         return None
-    if any(type(norm) not in (RowNorm, RMSNorm) for norm in norms):
+    if any([type(norm) not in (RowNorm, RMSNorm) for norm in norms]):
         return None
-    if any(x is None for x in parameters_of(*norms)):
+    if any([x is None for x in parameters_of(*norms)]):
         return None
     dtype = gdpa_dtype(attention, x, None, attention, layer.dropout, *norms)
     is_one = layer.embedding_dim <= MAX_WIDTH

@@ -87,7 +87,7 @@ class Plan(NamedTuple):
         """u `[L, H · Dv]`, and q, k and v by head."""
         uv, qk = self.heads * self.uv_dim, self.heads * self.qk_dim
         u, v, q, k = torch.split_with_sizes(packed, [uv, uv, qk, qk], dim=1)
-        q, k, v = (torch.unflatten(x, 1, (self.heads, -1)) for x in (q, k, v))
+        q, k, v = [torch.unflatten(x, 1, (self.heads, -1)) for x in (q, k, v)]
         return u, q, k, v
 
     def columns(self) -> list[int]:
@@ -106,7 +106,9 @@ def takes_kernels(layer: HSTULayer, x: Tensor) -> bool:
         layer.dropout: nn.Dropout,
         layer.out_proj: nn.Linear,
     }
-    if not may_be_one_node(x, *modules) or any(type(m) is not kind for m, kind in modules.items()):
+    if not may_be_one_node(x, *modules) or any(
+        [type(m) is not kind for m, kind in modules.items()]
+    ):
         return False
     dtype, bias = autocast_dtype(x), getattr(layer.out_proj, "bias", None)
     widths = x.shape[1], layer.num_heads * layer.linear_dim

@@ -144,7 +144,9 @@ def gemm_rows(
         num_rows: of such a copy; None: L.
         has_columns: whether it has the columns.
     """
-    if not x.is_cuda or x.dim() != 2 or (end is None and x.dtype == dtype):
+    if end is None and x.dtype == dtype:
+        return x
+    if not x.is_cuda or x.dim() != 2:
         return cleared(x, end, dtype)
     extra = bias_columns(x, dtype) if has_columns else 0
     if runs_kernels(x):
@@ -175,11 +177,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return nn.functional.linear(x, weight, bias)
 
 
-def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """dyᵀ `[N, L]` @ x in the weight's dtype, without a rounding to the operands' in between."""
-    if dtype == torch.float32 != x.dtype and x.is_cuda:
-        return torch.mm(dy.t(), x, out_dtype=dtype)
-    return (dy.t() @ x).to(dtype)
+def product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """x @ y in this dtype; in fp32 on a GPU without a rounding to the operands' in between."""
+    if x.dtype == dtype:
+        return x @ y
+    if dtype == torch.float32 and x.is_cuda:
+        return torch.mm(x, y, out_dtype=dtype)
+    return (x @ y).to(dtype)
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
@@ -215,26 +219,19 @@ def linear_gradients(
         if x.shape[0] > dy.shape[0]:
             x = x[: dy.shape[0]]
         if wanted[1]:
-            dweight = weight_gradient(dy, x, dtype)
+            dweight = product(dy.t(), x, dtype)
         if dweight is not None and x.shape[1] > width:
             # Views: where autograd keeps a gradient, it copies them, and where it adds them to one
             # that is there, it need not.
             dweight, dbias = dweight[:, :width], dweight[:, width]
         if frees_x or x.dtype != x_dtype:  # then x is a copy of the node's input
             release(x)
-    dx = input_gradient(dy, weight, x_dtype) if wanted[0] else None
+    dx = product(dy, weight, x_dtype) if wanted[0] else None
     if dx is not None and num_rows is not None:
         dx = dx[:num_rows]
     if wanted[2] and dbias is None:
         dbias = bias_gradient(dy, dtype)
     return dx, dweight, dbias if wanted[2] else None
-
-
-def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """dy @ weight `[N, K]`; in fp32 without a rounding to the operands' dtype in between."""
-    if dtype == torch.float32 != dy.dtype and dy.is_cuda:
-        return torch.mm(dy, weight, out_dtype=dtype)
-    return (dy @ weight).to(dtype)
 
 
 def node_dtype(

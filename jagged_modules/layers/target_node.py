@@ -238,10 +238,13 @@ def in_order(x: Tensor, order: Tensor | None, out: Tensor | None = None) -> Tens
     result, of rows of any stride, if it is given."""
     if order is None or not x.shape[0]:
         return x if out is None else out.copy_(x)
-    rows = torch.unflatten(x, 0, (order.shape[0], -1))
-    if x.numel() >= MANY and runs_kernels(x) and (out is None or rows.shape[1] == 1):
+    single = x.shape[0] == order.shape[0]
+    rows = x if single else torch.unflatten(x, 0, (order.shape[0], -1))
+    if x.numel() >= MANY and runs_kernels(x) and (out is None or single):
         from jagged_kernels.common.tail import kept_rows_on_device
 
         return kept_rows_on_device(rows, None, order=order, out=out).view(x.shape)
-    ordered = rows.index_select(0, order).view(x.shape)
+    # on a GPU, an index takes half of the host time of index_select; on the CPU, copies take longer
+    ordered = rows[order] if x.is_cuda else rows.index_select(0, order)
+    ordered = ordered if single else ordered.view(x.shape)
     return ordered if out is None else out.copy_(ordered)  # graphs take no strided `out=`

@@ -8,7 +8,7 @@ from jagged_kernels.attention.params import PackedGradients
 from marks import slow_after
 from torch import library
 
-from jagged_modules.functional.attention import _with_schedule
+from jagged_modules.functional.attention import attention_forward
 from jagged_modules.functional.attention_arguments import Side, parse_arguments
 from jagged_modules.functional.attention_call import AttentionOptions
 
@@ -85,14 +85,14 @@ def test_fp32(check_packed_gradients):
 
 @pytest.mark.parametrize("together", [True, False])
 def test_the_operator_passes_opcheck(offsets, together):
-    from jagged_kernels.attention.op import attention_forward, triton_attention_packed_backward
+    from jagged_kernels.attention.op import triton_attention_packed_backward
 
     segments = offsets([70, 100, 130], "cuda")
     q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     side = Side(segments)
     call = parse_arguments(q, k, v, side, side, AttentionOptions()).call
     with torch.no_grad():
-        out, lse, arguments = attention_forward(_with_schedule(call, trains=True))
+        out, lse, arguments = attention_forward(call, trains=True)
     outs = PackedGradients.empty(arguments[:3], together)
     inputs = torch.randn_like(out), [out, lse], *outs, *arguments
     library.opcheck(triton_attention_packed_backward, inputs)

@@ -1,7 +1,6 @@
 """Which kernels an attention call takes, and with which tiles: every rule at its edges. No GPU: the
 compute capability is an argument."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -480,7 +479,7 @@ def test_short_segments_are_packed_where_they_fill_the_gpu(monkeypatch, change, 
         backward,
     )
     monkeypatch.setattr(module, "packed_tiles_are_faster", lambda *_: (False, False))
-    assert dataclasses.replace(selection, packed_fwd=None, packed_bwd=None) == select(
+    assert selection._replace(packed_fwd=None, packed_bwd=None) == select(
         problem(**SHORT_BATCH | change)
     )
 

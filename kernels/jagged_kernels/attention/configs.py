@@ -3,15 +3,14 @@ generation, which select.py reads. No tuning, and no triton import."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from typing import NamedTuple
 
 from ..common.configs import LaunchConfig, has_small_shared_memory, padded_dim
 from ..schedule.cost import SHORT
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(NamedTuple):
     """Launch configurations of the portable kernels. `fwd` and `dq` loop over blocks of keys,
     `dkdv` over blocks of queries."""
 
@@ -20,8 +19,7 @@ class AttentionConfig:
     dkdv: LaunchConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionTile:
+class AttentionTile(NamedTuple):
     """Rows of a tile: `query` in the forward and dq kernels, `key` in the dk, dv kernel."""
 
     query: int
@@ -114,12 +112,11 @@ def biased_dq_config(config: LaunchConfig) -> LaunchConfig:
     """The configuration of a dq kernel with its tile, with a bias. The sums of dS take registers,
     so large blocks get more warps."""
     if (config.tile or 0) * config.block > 64 * 64:
-        return dataclasses.replace(config, num_warps=8, ctas_per_sm=1)
+        return config._replace(num_warps=8, ctas_per_sm=1)
     return config
 
 
-@dataclasses.dataclass(frozen=True)
-class HopperConfig:
+class HopperConfig(NamedTuple):
     """Launch of a warp-specialised kernel.
 
     Attributes:

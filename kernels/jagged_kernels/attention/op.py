@@ -67,6 +67,7 @@ from .split_queries import SplitQueries
 from .triton_launch import triton_dkdv, triton_dq, triton_forward
 
 SMALLEST_SCALE = 1e-20  # by which the kernels divide a bias
+FEW = 2**20  # elements, which a GPU sets to 0 in the time of a launch
 
 # -- the registered operators, which take the arguments of `params.pack` ---------------------------
 
@@ -91,12 +92,16 @@ def triton_paged_attention(*arguments: Any) -> Tensor:
 def _forward(
     call: AttentionCall, tiles: TileList, keys: TileList, clears: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """clears: write 0 to the rows of out behind the last segment."""
+    """clears: write 0 to the rows of out behind the last segment; False where a node does so."""
     params, (out, lse) = call.params, _empty_outputs(call)
     selection = _select(call, tiles.block, keys.block)
     # no batch needs another kernel for this
     if not _has_rows(call):
         return out.zero_(), lse.fill_(-math.inf)
+    clears = clears and call.segments.has_tail and not call.segments.q_shared
+    # It takes the host less time than a launch behind the kernel's. A trace has no number.
+    if clears and isinstance(size := out.numel(), int) and size <= FEW:
+        out, clears = out.zero_(), False
     operands, segments = Operands(call.q, call.k, call.v, out, lse), _with_tiles(call, tiles)
     if selection.packed_fwd is not None:
         packed.forward(operands, segments, params, selection.packed_fwd)
@@ -107,7 +112,7 @@ def _forward(
         forward(operands, segments, params, selection.fwd)
     else:
         triton_forward(operands, segments, params, selection)
-    if clears and call.segments.has_tail and not call.segments.q_shared:
+    if clears:
         zero_tails((out, segments.q_offsets))
     return out, lse
 
@@ -293,27 +298,19 @@ def _query_chunks(num_queries: int | Tensor, k: Tensor, chunks: int) -> TiledSeg
 def attention(call: AttentionCall) -> Tensor:
     """Attention by the portable or the Hopper kernels, in less host time than by a call of the
     operator. The call has a schedule."""
-    arguments, launch = _prepared(call)
-    if launch is None:
+    arguments, tiled = prepared(call)
+    if tiled is None:
         results = _operator(call)(*arguments)
         return results[0] if call.segments.pages is None else results
     if torch.is_grad_enabled() and call.segments.pages is None:
-        return differentiable(arguments, lambda *_: _launch(*launch), attention_backward)[0]
-    return _launch(*launch)[0]
+        return differentiable(arguments, lambda *_: launch(*tiled), attention_backward)[0]
+    return launch(*tiled)[0]
 
 
-def attention_forward(call: AttentionCall, clears: bool = True) -> tuple[Tensor, Tensor, Arguments]:
-    """`attention` inside a layer's autograd node: out, lse, and the arguments that the node's
-    backward gives to `attention_backward` or `attention_packed_backward`. No pages. clears: False
-    where the node writes 0 to the rows of out behind the last segment."""
-    arguments, launch = _prepared(call)
-    out, lse = triton_attention(*arguments) if launch is None else _launch(*launch, clears)
-    return out, lse, arguments
-
-
-def _prepared(call: AttentionCall) -> tuple[Arguments, tuple[Any, ...] | None]:
-    """The operator's arguments, and those of `_launch`, which does the same in less host time; None
-    where only the operator may be called."""
+def prepared(call: AttentionCall) -> tuple[Arguments, tuple[Any, ...] | None]:
+    """The operator's arguments, and those of `launch`, which does the same in less host time; None
+    where only the operator may be called. A node's backward gives the former to
+    `attention_backward` or `attention_packed_backward`."""
     call = _for_kernels(call)
     tiles, key_tiles = call.schedule.tile_list, _key_tiles(call)
     arguments, params, op = pack(call, tiles, key_tiles), call.params, _operator(call)
@@ -386,7 +383,7 @@ def _directly(op: Callable, first: tuple[Any, ...], arguments: tuple[Any, ...]) 
     return op(*inputs)
 
 
-_launch = on_the_tensors_device(_forward)
+launch = on_the_tensors_device(_forward)
 differentiate_attention(triton_attention, attention_backward)
 refuse_derivative(
     triton_paged_attention,

@@ -8,7 +8,6 @@ asks once, its backward once.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -113,8 +112,7 @@ class AttentionProblem(NamedTuple):
     num_sms: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """The kernels of a call.
 
     Attributes:
@@ -162,7 +160,7 @@ def select(problem: AttentionProblem) -> Selection:
         return selection
     dim = max(p.head_dim, p.v_dim)
     fwd = packed_config("fwd", dim) if forward else None
-    return _changed(selection, packed_fwd=fwd, packed_bwd=packed_config("bwd", dim))
+    return selection._replace(packed_fwd=fwd, packed_bwd=packed_config("bwd", dim))
 
 
 def _select_unpacked(p: AttentionProblem) -> Selection:
@@ -182,21 +180,21 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
             options = p.head_dim, p.biased, p.timed, _is_below(q_seqlen, FEW_ROWS)
             selection = _with_small_tiles(selection, queries, keys, *options)
         elif dynamic_tiles_are_faster(p, kv_seqlen):
-            selection = _changed(selection, fwd=_changed(selection.fwd, dynamic_tiles=True))
+            selection = selection._replace(fwd=selection.fwd._replace(dynamic_tiles=True))
         if one_pass_is_faster(p):
             options = p.head_dim, p.activation, p.masked
             one_pass = hopper_attention_config("one_pass", *options)
-            selection = _changed(selection, one_pass=one_pass)
+            selection = selection._replace(one_pass=one_pass)
         elif consumers := short_query_consumers(p, q_seqlen, kv_seqlen):
             selection = _with_short_queries(selection, p.head_dim, consumers)
         if p.kv_shared and p.kv_rows <= WHOLE_BLOCKS.get(padded_dim(p.head_dim), 0):
             fwd, dq = [
-                _changed(x, whole_blocks=p.kv_rows % x.block == 0)
+                x._replace(whole_blocks=p.kv_rows % x.block == 0)
                 for x in (selection.fwd, selection.dq)
             ]
-            selection = _changed(selection, fwd=fwd, dq=dq)
+            selection = selection._replace(fwd=fwd, dq=dq)
         chunks = query_chunks(p, selection.dkdv.tile, q_seqlen)
-        return _changed(selection, query_chunks=chunks) if chunks > 1 else selection
+        return selection._replace(query_chunks=chunks) if chunks > 1 else selection
 
     tile = _triton_tile(p, q_seqlen)
     chunks = query_chunks(p, tile.key, q_seqlen)
@@ -209,8 +207,8 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
         max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability, tile, long_keys, long_queries
     )
     if p.biased:
-        selection = _changed(selection, dq=biased_dq_config(selection.dq))
-    return _changed(selection, query_chunks=chunks) if chunks > 1 else selection
+        selection = selection._replace(dq=biased_dq_config(selection.dq))
+    return selection._replace(query_chunks=chunks) if chunks > 1 else selection
 
 
 # -- rules -----------------------------------------------------------------------------------------
@@ -448,9 +446,6 @@ def _cached(function: Callable) -> Callable:
     return call
 
 
-_changed = _cached(dataclasses.replace)  # of a Selection or a configuration
-
-
 @_cached
 def _with_small_tiles(
     selection: Selection, queries: bool, keys: bool, *options: int | bool
@@ -458,14 +453,14 @@ def _with_small_tiles(
     """options: of small_hopper_config, after the kernel."""
     kernels = ("fwd", "dq") * queries + ("dkdv",) * keys
     configs = {kernel: small_hopper_config(kernel, *options) for kernel in kernels}
-    return dataclasses.replace(selection, **configs)
+    return selection._replace(**configs)
 
 
 @_cached
 def _with_short_queries(selection: Selection, dim: int, consumers: int) -> Selection:
     """The dq kernel has the same tiles, so that both share a list."""
-    return dataclasses.replace(
-        selection, short_queries=short_queries_config(dim, consumers), dq=dq_config(dim, consumers)
+    return selection._replace(
+        short_queries=short_queries_config(dim, consumers), dq=dq_config(dim, consumers)
     )
 
 
@@ -492,9 +487,9 @@ def _triton_selection(
         for long in (long_keys, long_queries)
     )
     fwd, dq = (
-        config if config.tile else dataclasses.replace(config, tile=tile.query)
+        config if config.tile else config._replace(tile=tile.query)
         for config in (keys.fwd, keys.dq)
     )
     # torch 2.11 does not trace comparisons of tuples
     tma = capability is not None and capability[0] >= 9
-    return Selection("triton", fwd, dq, dataclasses.replace(queries.dkdv, tile=tile.key), tma=tma)
+    return Selection("triton", fwd, dq, queries.dkdv._replace(tile=tile.key), tma=tma)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class LaunchConfig:
+class LaunchConfig(NamedTuple):
     """Launch of a kernel. block: rows of the blocks that a tile loops over. ctas_per_sm: thread
     blocks per SM at a time. tile: rows of a tile; None: those of the schedule. max_registers: of a
     thread, so that as many blocks fit; None: the compiler's choice."""

@@ -78,7 +78,14 @@ def aligned_strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:
     then runs the same kernel as many rows, which adds in the same order.
     """
     strides = [x.stride(dim) if dim == 0 or x.shape[dim] > 1 else 0 for x, dim in dims]
-    return _in_aligned_units(strides, min(x.element_size() for x, _ in dims))
+    return _in_aligned_units(strides, min([x.element_size() for x, _ in dims]))
+
+
+def row_strides(*tensors: Tensor) -> tuple[int, list[int]]:
+    """`aligned_strides` of the first dimension."""
+    return _in_aligned_units(
+        [x.stride(0) for x in tensors], min([x.element_size() for x in tensors])
+    )
 
 
 def row_and_head_strides(*tensors: Tensor) -> tuple[int, list[int]]:

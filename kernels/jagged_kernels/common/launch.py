@@ -134,8 +134,10 @@ _DTYPE, _BOX = attrgetter("dtype"), attrgetter("box")
 
 
 def _choose(indices: list[int]) -> Callable:
-    """A function that returns the items of a tuple at these indices, as a tuple."""
-    return itemgetter(*indices) if len(indices) > 1 else lambda items: [items[i] for i in indices]
+    """A function that returns the items of a list at these indices."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return itemgetter(slice(indices[0], indices[0] + 1) if indices else slice(0))
 
 
 def _is_observed() -> bool:

@@ -21,12 +21,12 @@ from ..common.activations import activation_factors, activation_function
 from ..common.autograd import refuse_derivative
 from ..common.configs import padded_dim
 from ..common.device import (
-    aligned_strides,
     cdiv,
     contiguous_last_dim,
     device_properties,
     has_descriptor,
     precision,
+    row_strides,
 )
 from ..common.ops import operator
 from ..common.pipeline import descriptor
@@ -89,7 +89,7 @@ def _prepare(
     config = din_config(kernel, q.element_size(), *sizes, activation, softmax, capability)
     bfloat16 = given.q.dtype == torch.bfloat16
     name = "sigmoid" if has_table(activation) else activation
-    align, strides = aligned_strides(*((x, 0) for x in given))
+    align, strides = row_strides(*given)
     options = Options(
         width=width,
         v_width=v_width,

@@ -16,6 +16,7 @@ from ..common.device import (
     contiguous_last_dim,
     device_properties,
     precision,
+    row_strides,
 )
 from .configs import jagged_matmul_config
 from .triton_kernels import (
@@ -92,7 +93,7 @@ def jagged_jagged(
     chunks = length >> shift
     partial = y.new_empty((2 * chunks, depth, columns), dtype=torch.float32)
     operands = (y,) if x is None else (x, y)
-    align, strides = aligned_strides(*((tensor, 0) for tensor in operands))
+    align, strides = row_strides(*operands)
     jagged_jagged_bmm_kernel[((chunks + segments) * tiles,)](
         *(x, y, out, partial),
         *(offsets, segments, shift, strides[0], strides[-1]),
@@ -115,7 +116,7 @@ def outer(
     p = x.new_empty((total,))
     config, launch = _config("outer", x, 0, 0)
     segments = x_offsets.shape[0] - 1
-    align, strides = aligned_strides((x, 0), (x if y is None else y, 0))
+    align, strides = row_strides(x, x if y is None else y)
     jagged_outer_kernel[(x.shape[0] // config.block_m + segments,)](
         *(x, y, p),
         *(x_offsets, y_offsets, p_offsets, segments),
@@ -147,7 +148,7 @@ def array(
     if out.numel() == 0:
         return out
     config, launch = _config("array", y, 0, columns)
-    align, (stride,) = aligned_strides((y, 0))
+    align, (stride,) = row_strides(y)
     out_offsets, y_offsets = (y_offsets, x_offsets) if transposed else (x_offsets, y_offsets)
     array_jagged_bmm_kernel[((rows // config.block_m + segments) * cdiv(columns, config.block_n),)](
         *(p, y, out),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..common.activations import activation_function
 from ..common.autograd import refuse_derivative
-from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties
+from ..common.device import cdiv, contiguous_last_dim, device_properties, row_strides
 from ..common.ops import operator
 from .activation_kernels import (
     ActivationBackward,
@@ -47,9 +47,9 @@ def triton_activation(
     """
     x, y = contiguous_last_dim(x), _activation_fake(x, activation, gated)
     if y.numel():
-        options, config = _options(y.shape[1], gated, x, y)
+        options, config, strides = _options(y.shape[1], gated, x, y)
         activation_fwd_kernel[(cdiv(len(y), config.rows), cdiv(y.shape[1], config.block))](
-            x, y, len(y), tuple(z.stride(0) // options.align for z in (x, y)),
+            x, y, len(y), strides,
             ACTIVATION=activation_function(activation, False), OPTIONS=options,
             num_warps=config.num_warps,
         )  # fmt: skip
@@ -78,25 +78,27 @@ def triton_activation_backward(
     if dx.numel() == 0:
         return dx, x.new_zeros(columns, dtype=torch.float32)
     dy, x = contiguous_last_dim(dy), contiguous_last_dim(x)
-    options, config = _options(dy.shape[1], gated, dy, x, dx)
+    options, config, strides = _options(dy.shape[1], gated, dy, x, dx)
     blocks = cdiv(dy.shape[1], config.block)
     most = config.programs_per_sm * device_properties(x.device).num_sms
     programs = min(cdiv(rows, config.rows), max(1, most // blocks))
     sums = x.new_empty((programs, columns), dtype=torch.float32)
     activation_bwd_kernel[(programs, blocks)](
         ActivationBackward(dy, x, end, dx, sums), rows, 0 if end is None else len(end) - 1,
-        tuple(z.stride(0) // options.align for z in (dy, x, dx)),
+        strides,
         ACTIVATION=activation_function(activation, False), OPTIONS=options,
         num_warps=config.num_warps,
     )  # fmt: skip
     return dx, sums.sum(0)
 
 
-def _options(width: int, gated: bool, *tensors: Tensor) -> tuple[ActivationOptions, RowsConfig]:
-    """tensors: those whose row strides the kernel is given."""
-    config = activation_config(width)
-    align, _ = aligned_strides(*((x, 0) for x in tensors))
-    return ActivationOptions(width, gated, align, config.rows, config.block), config
+def _options(
+    width: int, gated: bool, *tensors: Tensor
+) -> tuple[ActivationOptions, RowsConfig, tuple[int, ...]]:
+    """With the row strides of the tensors, as the kernel is given them."""
+    config, (align, strides) = activation_config(width), row_strides(*tensors)
+    options = ActivationOptions(width, gated, align, config.rows, config.block)
+    return options, config, tuple(strides)
 
 
 for _op in triton_activation, triton_activation_backward:

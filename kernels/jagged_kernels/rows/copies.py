@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..common.configs import padded_dim
-from ..common.device import aligned_strides, cdiv, contiguous_last_dim, zeroed_behind
+from ..common.device import cdiv, contiguous_last_dim, row_strides, zeroed_behind
 from ..common.ops import on_the_tensors_device
 from ..common.tail import KeptRows, keep_rows_kernel, kept_rows
 
@@ -29,7 +29,7 @@ def copied_rows(
     if offsets is None:
         return kept_rows(x, None, dtype, extra, out=zeroed_behind(out, rows))
     x, columns = contiguous_last_dim(x), min(padded_dim(size), 1024)
-    height, (align, (stride,)) = 4096 // columns, aligned_strides((x, 0))
+    height, (align, (stride,)) = 4096 // columns, row_strides(x)
     # It reads no row from offsets[-1] on, so the copy may have more rows.
     keep_rows_kernel[(cdiv(num_rows, height) * cdiv(size, columns),)](
         KeptRows(x, None, None, offsets, out), offsets.shape[0] - 1, num_rows, stride,

@@ -27,13 +27,7 @@ import torch
 from torch import Tensor
 
 from ..common.autograd import below_autograd, differentiate, refuse_derivative
-from ..common.device import (
-    aligned_strides,
-    cdiv,
-    contiguous_last_dim,
-    device_properties,
-    zeroed_behind,
-)
+from ..common.device import cdiv, contiguous_last_dim, device_properties, row_strides, zeroed_behind
 from ..common.ops import operator
 from ..common.tail import kept_rows
 from .configs import GATE_BACKWARD, RowsConfig, rows_config
@@ -101,7 +95,7 @@ def triton_row_norm(
         launch = _Launch.of(x.shape[1], (eps, groups, rms), x)
         row_norm_fwd_kernel[(cdiv(x.shape[0], launch.config.rows), groups)](
             x, weight, _contiguous(bias), end, y, None if rms else mean, rstd, x.shape[0],
-            _num_segments(end), *launch.strides(x), EXTRA=columns, **launch.constants(),
+            _num_segments(end), *launch.strides, EXTRA=columns, **launch.constants(),
         )  # fmt: skip
     return y, mean, rstd
 
@@ -203,7 +197,7 @@ def _write_norm_gradients(
         sums[0], None if rms else sums[1],
     )  # fmt: skip
     row_norm_bwd_kernel[(programs, groups)](
-        tensors, rows, _num_segments(end), launch.strides(*strided), **launch.constants()
+        tensors, rows, _num_segments(end), launch.strides, **launch.constants()
     )
     return sums.sum(1)
 
@@ -241,7 +235,7 @@ def triton_gate(
         launch = _Launch.of(a.shape[1], (eps, groups, rms), u, a)
         tensors = Gate(u, a, None if rms else mean, rstd, weight, _contiguous(bias), seed)
         gate_fwd_kernel[(cdiv(a.shape[0], launch.config.rows), groups)](
-            tensors, out, a.shape[0], _threshold(dropout), launch.strides(u, a),
+            tensors, out, a.shape[0], _threshold(dropout), launch.strides,
             **launch.constants(),
         )  # fmt: skip
     return out, mean, rstd
@@ -319,7 +313,7 @@ def triton_gate_linear_backward(
     tensors = Gate(u, a, None if rms else mean, rstd, weight, _contiguous(bias), seed)
     gate_bwd_kernel[(programs, groups)](
         tensors, GateGradients(dgated, du, da, sums[0], None if rms else sums[1]), rows,
-        _threshold(dropout), launch.strides(u, a, dgated, du, da),
+        _threshold(dropout), launch.strides,
         RECOMPUTE=needs_projection and gated is None, **launch.constants(),
     )  # fmt: skip
     if not needs_projection:
@@ -345,10 +339,11 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 class _Launch(NamedTuple):
-    """The constants of a launch."""
+    """The constants of a launch, and the row strides, in units of `align` elements."""
 
     options: Options
     config: RowsConfig
+    strides: tuple[int, ...]
 
     @classmethod
     def of(
@@ -356,14 +351,9 @@ class _Launch(NamedTuple):
     ) -> _Launch:
         """norm: eps, groups and rms. strided: operands whose row strides the kernel is given."""
         eps, groups, rms = norm
-        config = rows_config(width // groups, elements)
-        align, _ = aligned_strides(*((x, 0) for x in strided))
+        config, (align, strides) = rows_config(width // groups, elements), row_strides(*strided)
         options = Options(width // groups, rms, eps, align, config.rows, config.block)
-        return cls(options, config)
-
-    def strides(self, *tensors: Tensor) -> tuple[int, ...]:
-        """Row strides in units of `align` elements."""
-        return tuple(x.stride(0) // self.options.align for x in tensors)
+        return cls(options, config, tuple(strides))
 
     def constants(self) -> dict[str, Any]:
         return dict(OPTIONS=self.options, num_warps=self.config.num_warps)

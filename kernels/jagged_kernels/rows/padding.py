@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.types import Number
 
 from ..common.autograd import differentiate_by
-from ..common.device import aligned_strides, cdiv, contiguous_last_dim
+from ..common.device import cdiv, contiguous_last_dim, row_strides
 from ..common.ops import operator
 from .configs import padding_config
 from .padding_kernels import PaddingOptions, to_jagged_kernel, to_padded_kernel
@@ -151,7 +151,7 @@ def _launch(
     given = [z for z in (x, y) if z is not None]
     size = given[0].shape[1]
     config = padding_config(size, given[0].element_size())
-    align, found = aligned_strides(*((z, 0) for z in given))
+    align, found = row_strides(*given)
     strides = (found[0] if x is not None else 0, found[-1] if y is not None else 0)
     options = PaddingOptions(size, left, newest, multiplies, align, config.rows, config.block)
     grid = (cdiv(num_rows, config.rows) * cdiv(size, config.block),)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..common.autograd import differentiate_by_result, refuse_derivative
-from ..common.device import aligned_strides, cdiv, chunk_shift, contiguous_last_dim
+from ..common.device import cdiv, chunk_shift, contiguous_last_dim, row_strides
 from ..common.ops import operator
 from ..common.tail import zero_tails
 from .configs import jagged2_softmax_config, jagged_softmax_config
@@ -78,7 +78,7 @@ def _jagged_softmax(
     shift = chunk_shift(rows, max_seqlen, blocks, x.device, batch_invariant)
     chunks = rows >> shift
     sums = x.new_empty((2 * chunks, 2, columns), dtype=torch.float32)
-    align, strides = aligned_strides(*((tensor, 0) for tensor in (x, grad) if tensor is not None))
+    align, strides = row_strides(*[z for z in (x, grad) if z is not None])
     for finish in (False, True) if rows > 1 << shift else (False,):
         jagged_softmax_kernel[((chunks + segments) * blocks,)](
             x, grad, out, sums, offsets, segments, shift, strides[0], strides[-1],

@@ -32,6 +32,14 @@ def only_the_device_knows(monkeypatch):
         monkeypatch.setattr(kernels, f"{name}_on_device", getattr(kernels, name))
 
 
+@pytest.mark.parametrize("few", [0, 2**20])
+@pytest.mark.parametrize("name", ["attention", "target"])
+def test_results_of_few_elements(only_the_device_knows, poisoned_memory, monkeypatch, name, few):
+    """They are 0 before the kernel, others are cleared behind it."""
+    monkeypatch.setattr("jagged_kernels.attention.op.FEW", few)
+    check(ON_KERNELS[name], ON_KERNELS[name].call, torch.float32, implementation="triton")
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(only_the_device_knows, poisoned_memory, name):
     layer, case = layer_case(name)
