@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 def has_one_candidate_each(
     layer: JaggedTargetAttention, given: Targets, history: Tensor, dtype: torch.dtype
 ) -> bool:
-    """Whether `attended` computes the layer, and takes less time than projections of the history
-    `[L, E]`: with few heads, whose products are no GEMM, and with more rows than users. dtype: of
-    the projections."""
+    """Whether `attended` computes the layer on the CPU, and takes less time than projections of the
+    history `[L, E]`: with few heads, whose products are no GEMM, and with more rows than users.
+    dtype: of the projections."""
     (level,) = given.levels
-    if not history.is_cpu or history.dtype != dtype or dtype.itemsize < 4:
+    if history.dtype != dtype or dtype.itemsize < 4:
         return False
     if in_training(layer, layer.attention_dropout) or is_batch_invariant():
         return False

@@ -193,7 +193,7 @@ class JaggedTargetAttention(CachesProjection):
             dtype = node_dtype(given.rows, linears, self.dropout, on_cpu=True)
             if dtype is not None:
                 values = histories["history"].values
-                if has_one_candidate_each(self, given, values, dtype):
+                if values.is_cpu and has_one_candidate_each(self, given, values, dtype):
                     return given.unwrap(self._attend_by_one_candidate(given, values))
                 return given.unwrap(target_node(self, linears, given, values, dtype))
         rows = [entering(x.values, level.end) for x, level in zip(histories.values(), given.levels)]
