@@ -1,6 +1,5 @@
 """Attention's portable kernels compile for the GPU generations that we support."""
 
-import dataclasses
 import re
 
 import pytest
@@ -106,7 +105,7 @@ def compile_attention(
         attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name
     )
     if name == "dq" and bias is not None:
-        config = biased_dq_config(dataclasses.replace(config, tile=config.tile or tile.query))
+        config = biased_dq_config(config._replace(tile=config.tile or tile.query))
     block_m, block_n = (
         (config.block, tile.key) if name == "dkdv" else (config.tile or tile.query, config.block)
     )

@@ -1,7 +1,6 @@
 """Attention's Gluon kernels, for compute capability 9.0, and the Triton kernels that run between
 them compile."""
 
-import dataclasses
 import re
 
 import pytest
@@ -274,8 +273,8 @@ DROPPED = [  # name, head dim, dtype, activation, mask, what else there is besid
     ),
     (
         "fwd", 128, "bf16", "softmax", "window",
-        dict(config=dataclasses.replace(
-            hopper_attention_config("fwd", 128, "softmax", True), dynamic_tiles=True
+        dict(config=hopper_attention_config("fwd", 128, "softmax", True)._replace(
+            dynamic_tiles=True
         )),
     ),
 ]  # fmt: skip
@@ -466,12 +465,7 @@ def test_hopper_forward_that_assigns_tiles_dynamically_compiles(dim, mask, activ
     config = hopper_attention_config("fwd", dim, activation, mask != "none", long=True)
     dynamic, static = (
         compile_hopper_attention(
-            "fwd",
-            dim,
-            "bf16",
-            activation,
-            MASKS[mask],
-            config=dataclasses.replace(config, dynamic_tiles=x),
+            "fwd", dim, "bf16", activation, MASKS[mask], config=config._replace(dynamic_tiles=x)
         )
         for x in (True, False)
     )
@@ -485,7 +479,7 @@ def test_hopper_attention_kernels_of_whole_blocks_leave_out_their_ends(name, dim
     config = hopper_attention_config(name, dim, activation, False)
     whole, other = (
         compile_hopper_attention(
-            name, dim, "bf16", activation, config=dataclasses.replace(config, whole_blocks=x)
+            name, dim, "bf16", activation, config=config._replace(whole_blocks=x)
         )
         for x in (True, False)
     )
