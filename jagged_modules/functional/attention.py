@@ -22,6 +22,7 @@ from ..segments import RowSegments
 from ..validation import check_tensor
 from .attention_arguments import Side, parse_arguments
 from .attention_call import DEFAULT_OPTIONS, AttentionOptions, ParsedAttention, checked_call
+from .scored_attention import Mask, Score, attention_by_functions
 
 
 def jagged_attention(
@@ -37,8 +38,9 @@ def jagged_attention(
     scale: float | None = None,
     # an int, because torch.compile makes a symbol of a float default
     output_scale: float | Tensor = 1,
-    mask: AttentionMask | None = None,
+    mask: Mask | None = None,
     bias: RelativeBias | None = None,
+    score: Score | None = None,
     schedule: TileSchedule | None = None,
     implementation: str = "auto",
     pages: Pages | None = None,
@@ -77,10 +79,17 @@ def jagged_attention(
             number that changes from batch to batch becomes a tensor.
         mask: which keys each query row sees; all if None. Must be None with shared keys. With
             several query groups it is that of the first one, and has no num_targets: rows of the
-            others see all keys.
+            others see all keys. Or a function g(at) that returns booleans: see score.
         bias: learned biases of the scores by relative position and time, on q's device. Its tables
             get gradients. Must be None with shared queries or keys: their rows have no position.
             With several query groups it is that of the first one; rows of the others have none.
+        score: score(s, at) returns the scores that the activation takes, of s = scale · q kᵀ
+            `[H, pairs]` in fp32 (fp64 for fp64) and of the pairs' places: at.segment, at.head,
+            at.q, at.k (places in the segment), at.q_row, at.k_row (rows of q and k), at.q_len and
+            at.k_len, which broadcast with s. Gradients flow to tensors that it reads; -infinity
+            hides a pair from softmax. This and a function as mask are for what no other argument
+            computes: all scores are stored, the offsets are read on the host, and shared operands,
+            query groups, bias, schedule, pages, dropout and "hopper" are errors.
         schedule: the tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`.
             If None, it is built from the offsets, without a sync if they are on the device. Only
             the kernels use it.
@@ -124,12 +133,15 @@ def jagged_attention(
     if getattr(pages, "scales", None) is None:  # else k and v are in 8 bits
         check_tensor("k", k, 3, "[Lk, Hkv, D]", "jagged_attention", implementation)
         check_tensor("v", v, 3, "[Lk, Hkv, Dv]", "jagged_attention", implementation)
+    rule = mask if isinstance(mask, AttentionMask) else None
     options = AttentionOptions(
-        activation, scale, output_scale, mask, bias, schedule, implementation, pages, dropout_p,
+        activation, scale, output_scale, rule, bias, schedule, implementation, pages, dropout_p,
         dropout_seed,
     )  # fmt: skip
     queries = Side(q_offsets, max_seqlen_q)
     keys = Side(q_offsets if kv_offsets is None else kv_offsets, max_seqlen_kv)
+    if score is not None or mask is not rule:
+        return attention_by_functions(q, k, v, queries, keys, options, score, mask)
     return computed(parse_arguments(q, k, v, queries, keys, options))
 
 

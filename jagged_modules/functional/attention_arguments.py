@@ -68,7 +68,7 @@ def parse_arguments(
     check_implementation(implementation, ATTENTION_IMPLEMENTATIONS, q.device)
     check_schedule_of(q, schedule)
     kv_rows = k.shape[0] if pages is None else pages.num_rows
-    own, others = _segments(q, kv_rows, queries, keys, mask)
+    own, others = check_sides(q, kv_rows, queries, keys, mask)
     if bias is not None:
         if own is None or others is None:
             raise ValueError(
@@ -84,7 +84,7 @@ def parse_arguments(
     return parsed
 
 
-def _segments(
+def check_sides(
     q: Tensor,
     kv_rows: int,
     queries: Side | RowSegments,
