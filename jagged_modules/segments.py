@@ -222,6 +222,14 @@ class Segmentation:
         return self.host_lengths
 
 
+def are_single(q_offsets: Tensor, kv_offsets: Tensor) -> bool:
+    """Whether each segment has one query row."""
+    count = q_offsets.shape[0] - 1
+    if count < 1 or q_offsets.shape != kv_offsets.shape or int(q_offsets[-1]) != count:
+        return False
+    return bool((q_offsets.diff() == 1).all())
+
+
 class RowSegments(NamedTuple):
     """The segments of an operand's rows, parsed: nothing below checks or moves them again.
 

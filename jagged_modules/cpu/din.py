@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from ..masks import AttentionMask, is_visible
+from ..segments import are_single
 from .buckets import Rows, compute_dtype, groups
 from .din_units import Kept, Units
-from .one_query import are_single, bags, chunks, segment_softmax
+from .one_query import bags, chunks, segment_softmax
 from .operators import host_operator
 
 CHUNK = 4096  # pairs: their hidden units stay in the processor's cache

@@ -19,6 +19,7 @@ from jagged_kernels.attention.params import AttentionCall
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from ..segments import are_single
 from .buckets import compute_dtype
 from .shares import in_shares
 
@@ -35,14 +36,6 @@ def has_one_query_each(call: AttentionCall) -> bool:
     if params.batch_invariant or segments.q_shared or call.q.shape[1] != call.k.shape[1]:
         return False
     return are_single(segments.q_offsets, segments.kv_offsets)
-
-
-def are_single(q_offsets: Tensor, kv_offsets: Tensor) -> bool:
-    """Whether each segment has one query row."""
-    count = q_offsets.shape[0] - 1
-    if count < 1 or q_offsets.shape != kv_offsets.shape or int(q_offsets[-1]) != count:
-        return False
-    return bool((q_offsets.diff() == 1).all())
 
 
 class Chunk(NamedTuple):

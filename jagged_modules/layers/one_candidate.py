@@ -12,12 +12,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..cpu.one_query import are_single
 from ..cpu.pooling import pool, pooled_gradients
 from ..functional.nodes import apply, differentiable_once
-from ..segments import RowSegments, values_are_checkable
+from ..segments import are_single, values_are_checkable
 from ..settings import is_batch_invariant
 from .one_node import in_training
 from .targets import Targets
@@ -29,9 +28,9 @@ if TYPE_CHECKING:
 def has_one_candidate_each(
     layer: JaggedTargetAttention, given: Targets, history: Tensor, dtype: torch.dtype
 ) -> bool:
-    """Whether `attended` computes the layer on the CPU, and takes less time than projections of the
-    history `[L, E]`: with few heads, whose products are no GEMM, and with more rows than users.
-    dtype: of the projections."""
+    """Whether `attend_without_projection` computes the layer on the CPU, and takes less time than
+    projections of the history `[L, E]`: with few heads, whose products are no GEMM, and with more
+    rows than users. dtype: of the projections."""
     (level,) = given.levels
     if history.dtype != dtype or dtype.itemsize < 4:
         return False
@@ -44,16 +43,20 @@ def has_one_candidate_each(
     return values_are_checkable(offsets) and are_single(level.queries.offsets, offsets)
 
 
-def attended(q: Tensor, kv_proj: nn.Linear, x: Tensor, keys: RowSegments) -> Tensor:
-    """The attention of q `[B, H, D]` to histories x `[L, E]` that kv_proj would project:
-    `[B, H, D]`, 0 for an empty history."""
-    heads, head_dim = q.shape[1:]
-    weights = torch.unflatten(kv_proj.weight, 0, (2, heads, head_dim))
-    biases = torch.unflatten(kv_proj.bias, 0, (2, heads, 1, head_dim))
+def attend_without_projection(
+    layer: JaggedTargetAttention, given: Targets, history: Tensor
+) -> Tensor:
+    """The layer's result for targets, of which each user has one, and their histories `[L, E]`."""
+    heads, (level,), kv_proj = layer.num_heads, given.levels, layer.kv_proj
+    q = level.grouped(torch.unflatten(layer.q_proj(given.rows), -1, (heads, -1)))
+    weights = torch.unflatten(kv_proj.weight, 0, (2, heads, -1))  # [2, H, D, E]
+    biases = torch.unflatten(kv_proj.bias, 0, (2, heads, 1, -1))
     of_keys = q.transpose(0, 1) @ weights[0]  # [H, B, E]
-    sums = apply(_Pooled, of_keys, x.contiguous(), keys.offsets, head_dim**-0.5)
+    offsets = level.keys.offsets
+    sums = apply(_Pooled, of_keys, history.contiguous(), offsets, q.shape[2] ** -0.5)
     out = torch.baddbmm(biases[1], sums, weights[1].mT)
-    return out.masked_fill((keys.offsets.diff() == 0)[:, None], 0).transpose(0, 1)
+    out = out.masked_fill((offsets.diff() == 0)[:, None], 0).transpose(0, 1)
+    return layer.out_proj(layer.dropout(level.ungrouped(out).flatten(-2)))
 
 
 class _Pooled(torch.autograd.Function):

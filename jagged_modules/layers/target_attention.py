@@ -25,7 +25,6 @@ from .cached_projections import CachesProjection, cached_operands
 from .from_torch import checked_attention, load_attention, place
 from .invariant import fixed_module
 from .keywords import name_keywords
-from .one_candidate import attended, has_one_candidate_each
 from .one_node import cast_linears, in_training, node_dtype
 from .parameters import in_heads
 from .target_node import target_node
@@ -193,19 +192,10 @@ class JaggedTargetAttention(CachesProjection):
             dtype = node_dtype(given.rows, linears, self.dropout, on_cpu=True)
             if dtype is not None:
                 values = histories["history"].values
-                if values.is_cpu and has_one_candidate_each(self, given, values, dtype):
-                    return given.unwrap(self._attend_by_one_candidate(given, values))
                 return given.unwrap(target_node(self, linears, given, values, dtype))
         rows = [entering(x.values, level.end) for x, level in zip(histories.values(), given.levels)]
         keys_and_values = [self._project(x) for x in rows]
         return self._attend(given, keys_and_values, q_proj, out_proj)
-
-    def _attend_by_one_candidate(self, given: Targets, history: Tensor) -> Tensor:
-        """Attend from the targets to the history, which is not projected."""
-        (level,) = given.levels
-        q = in_heads("q_proj", self.q_proj(given.rows), self.num_heads, self.head_dim)
-        out = attended(level.grouped(q), self.kv_proj, history, level.keys)
-        return self.out_proj(self.dropout(level.ungrouped(out).flatten(-2)))
 
     def _attend(
         self,

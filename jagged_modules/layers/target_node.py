@@ -18,14 +18,14 @@ import torch
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor, nn
 
-from ..cpu.one_query import are_single
 from ..cpu.order import by_length, rows_back
 from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
 from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import runs_kernels, with_zero_tail
 from ..masks import AttentionMask
-from ..segments import RowSegments, values_are_checkable
+from ..segments import RowSegments, are_single, values_are_checkable
+from .one_candidate import attend_without_projection, has_one_candidate_each
 from .one_node import (
     cast,
     dropout_gradient,
@@ -70,6 +70,8 @@ def target_node(
 ) -> Tensor:
     """The layer's result for the rows of these targets of one level, in the operands' dtype.
     linears: its projections. history: `[L, E]`."""
+    if history.is_cpu and has_one_candidate_each(layer, given, history, dtype):
+        return attend_without_projection(layer, given, history)
     schedule = given.levels[0].schedule(layer.num_heads, layer.head_dim, dtype)
     dropout = in_training(layer.dropout, layer.dropout.p)
     of_weights = in_training(layer, layer.attention_dropout)

@@ -7,7 +7,7 @@ import torch
 import jagged_modules as jm
 from jagged_modules import functional as F
 from jagged_modules.cpu import attention, one_query
-from jagged_modules.layers import target_attention
+from jagged_modules.layers import target_node
 
 LENGTHS = [3, 0, 50, 1, 50, 17, 0]
 OFFSETS, QUERIES = torch.tensor([0, *LENGTHS]).cumsum(0), torch.arange(len(LENGTHS) + 1)
@@ -49,7 +49,7 @@ def test_accuracy(monkeypatch, chunks, dtype, size):
 def test_results_are_those_of_groups(monkeypatch, chunks):
     """In float64, of a layer too, with targets in any order. It projects the history, as of few
     rows."""
-    monkeypatch.setattr(target_attention, "has_one_candidate_each", lambda *_: False)
+    monkeypatch.setattr(target_node, "has_one_candidate_each", lambda *_: False)
     layer = jm.JaggedTargetAttention(16, 2).double()
     targets, history = (torch.randn(n, 16, dtype=torch.float64) for n in (7, sum(LENGTHS)))
     users = torch.tensor([4, 0, 6, 2, 1, 5, 3])
