@@ -408,7 +408,8 @@ class Jagged(Queries):
         Raises:
             TypeError, ValueError: as `prepare`.
         """
-        if self.values.is_cpu or is_recording(self.values.device):
+        device = self.device
+        if device.type == "cpu" or is_recording(device):
             return None
         sizes = Sizes.of(num_heads, num_kv_heads, head_dim, dtype)
         queries = self if queries is None else queries

@@ -40,7 +40,7 @@ STEPS = {
     "target, a map": (
         lambda: jm.JaggedTargetAttention(WIDTH, 2),
         lambda layer, x, t: layer(t[:, None], history(x), candidates()),
-        526,
+        527,
     ),
     "target, sorted": (
         lambda: jm.JaggedTargetAttention(WIDTH, 2),
@@ -52,12 +52,12 @@ STEPS = {
     "target, a pair": (
         lambda: jm.JaggedTargetAttention(WIDTH, 2),
         lambda layer, x, t: layer((t, offsets_of_candidates()), history(x))[0],
-        607,
+        608,
     ),
     "target, a JaggedTensor": (
         lambda: jm.JaggedTargetAttention(WIDTH, 2),
         lambda layer, x, t: layer(t[:, None], jagged_tensor(x), candidates()),
-        528,
+        529,
     ),
     "self and target": (
         lambda: jm.JaggedSelfTargetAttention(WIDTH, 2),
@@ -73,12 +73,12 @@ STEPS = {
     "HSTU": (
         lambda: jm.HSTULayer(WIDTH, 2, config=jm.HSTUConfig(scaling_seqlen=100)),
         lambda layer, x, t: layer(history(x))[0],
-        672,
+        673,
     ),
     "encoder": (
         lambda: jm.JaggedEncoderLayer(WIDTH, 2, WIDTH),
         lambda layer, x, t: layer(history(x))[0],
-        825,
+        826,
     ),
 }
 
