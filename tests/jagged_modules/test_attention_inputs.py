@@ -177,7 +177,11 @@ BAD = [
         ValueError,
         "output_scale must be 1 with softmax, got tensor",
     ),
-    (dict(mask=torch.ones(6, 6)), TypeError, "mask must be an AttentionMask or a function, got Tensor"),
+    (
+        dict(mask=torch.ones(6, 6)),
+        TypeError,
+        "mask must be an AttentionMask or a function, got Tensor",
+    ),
     (
         dict(mask=TARGETS, kv_offsets="shared"),
         ValueError,

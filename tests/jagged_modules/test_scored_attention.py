@@ -9,7 +9,7 @@ from jagged_modules import functional as F
 from jagged_modules.activations import POINTWISE
 from jagged_modules.functional.scored_attention import Pairs
 
-LENGTHS, KEYS, HEADS = [3, 0, 2, 5, 1], [4, 6, 0, 7, 1], 4
+LENGTHS, KEYS, HEADS = [3, 0, 2, 2, 1], [4, 6, 0, 3, 1], 4
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -157,7 +157,7 @@ BAD = {
     "shape": (
         dict(score=lambda s, at: s[:, :3]),
         ValueError,
-        r"score must return a tensor that expands to \[4, 48\], heads and pairs, got shape",
+        r"score must return a tensor that expands to \[4, 19\], heads and pairs, got shape",
     ),
     "dropout": (
         dict(score=lambda s, at: s, dropout_p=0.1),
