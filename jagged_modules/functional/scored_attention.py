@@ -17,7 +17,7 @@ from ..segments import RowSegments, normal_form
 from ..tracing import is_recording
 from ..validation import IMPLEMENTATIONS, check_implementation
 from .attention_arguments import Side, check_scalars, check_sides
-from .attention_call import AttentionOptions, check_operands, check_output_scale
+from .attention_call import AttentionOptions, check_operands, check_output_scale, expand_to_rows
 from .matmul import array_jagged_bmm_jagged_out, jagged_jagged_bmm_jagged_out
 from .score_plan import ScorePlan
 from .softmax import jagged2_softmax
@@ -104,7 +104,7 @@ def attention_by_functions(
                 scores = scores.masked_fill(hidden, -torch.inf)
             p = [jagged2_softmax(x, plan, implementation=implementation) for x in scores]
         else:
-            weights = POINTWISE[activation].function(scores) * _factors(options, pairs, own, q)
+            weights = POINTWISE[activation].function(scores)
             p = list(weights if hidden is None else weights.masked_fill(hidden, 0))
         out = torch.stack(
             [
@@ -115,7 +115,12 @@ def attention_by_functions(
             ],
             1,
         )
-    return padded_to(out.to(dtype), rows)
+    factor = options.output_scale
+    if isinstance(factor, Tensor):
+        check_output_scale(factor, own.offsets.shape[0] - 1, q.device)
+        factor = normal_form(factor, q.device).to(wide)
+        factor = expand_to_rows(factor, own.offsets, plan.x_rows)[:, None, None]
+    return padded_to((out * factor).to(dtype), rows)
 
 
 def _checked_sides(
@@ -152,13 +157,11 @@ def _checked_sides(
 
 def _checked(name: str, x: object, scores: Tensor) -> Tensor:
     """What a function returned, expanded to all heads and pairs: scores, or booleans of a mask."""
-    is_right = isinstance(x, Tensor) and (
-        x.dtype == torch.bool if name == "mask" else x.is_floating_point()
-    )
-    if not isinstance(x, Tensor) or not is_right:
-        kind = "booleans" if name == "mask" else "floating-point scores"
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name} must return a tensor of {kind}, got {found}")
+    kind = "booleans" if name == "mask" else "floating-point scores"
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must return a tensor of {kind}, got {type(x).__name__}")
+    if not (x.dtype == torch.bool if name == "mask" else x.is_floating_point()):
+        raise TypeError(f"{name} must return a tensor of {kind}, got {x.dtype}")
     try:
         return (x if name == "mask" else x.to(scores.dtype)).expand_as(scores)
     except RuntimeError:
@@ -175,12 +178,3 @@ def _visible(mask: Mask, at: Pairs, scores: Tensor) -> Tensor:
     if mask.num_targets is not None:
         targets = normal_form(mask.num_targets, scores.device).long()[at.segment]
     return is_visible(mask, at.q + at.k_len - at.q_len, at.k, at.k_len, targets).expand_as(scores)
-
-
-def _factors(options: AttentionOptions, at: Pairs, own: RowSegments, q: Tensor) -> Tensor | float:
-    """output_scale of each pair."""
-    scale = options.output_scale
-    if not isinstance(scale, Tensor):
-        return scale
-    check_output_scale(scale, own.offsets.shape[0] - 1, q.device)
-    return normal_form(scale, q.device).to(q.dtype)[at.segment]
