@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jagged_kernels.attention.select import AttentionProblem
-from jagged_kernels.schedule.host import TileSchedule
+from jagged_kernels.schedule.host import TileSchedule, count_blocks
 
 from ..dtypes import FLOATS, WrongDtype, names
 from ..masks import AttentionMask, check_num_targets
@@ -130,7 +131,7 @@ def _new_schedule(
     if num_rows is None:  # sorted candidates of a device: only q's shape has their number
         return None
     targets = None if mask is None else mask.num_targets
-    return device_schedule(
+    schedule = device_schedule(
         AttentionProblem(
             sizes.head_dim,
             sizes.head_dim,
@@ -148,6 +149,10 @@ def _new_schedule(
         num_targets=None if targets is None else normal_form(targets, device),
         backward=on_host or torch.is_grad_enabled(),
     )
+    if queries.host_lengths is None or keys.host_lengths is None:
+        return schedule
+    num_blocks = count_blocks(queries.host_lengths, keys.host_lengths)
+    return dataclasses.replace(schedule, num_blocks=num_blocks)
 
 
 def _description(

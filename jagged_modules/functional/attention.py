@@ -19,6 +19,7 @@ from ..masks import AttentionMask
 from ..reference import attention_reference
 from ..schedule import device_schedule
 from ..segments import RowSegments
+from ..tracing import is_recording
 from ..validation import check_tensor
 from .attention_arguments import Side, parse_arguments
 from .attention_call import DEFAULT_OPTIONS, AttentionOptions, ParsedAttention, checked_call
@@ -283,10 +284,15 @@ def _by_definition(parsed: ParsedAttention) -> Tensor:
 
 
 def _with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
-    """The call with a schedule; without one, the device makes it. trains: for a backward too."""
-    if call.schedule:
-        return call
-    q, k, _, segments, p, _ = call
+    """The call with a schedule; without one, the device makes it. trains: for a backward too. And
+    with the buckets of a bias by time, if the host can know how many there are."""
+    q, k, _, segments, p, schedule = call
+    if schedule:
+        if p.time_bias is None or is_recording(q.device):
+            return call
+        from jagged_kernels.attention.op import with_buckets
+
+        return with_buckets(call)
     # In a graph of torch.compile, sizes are not known: the backward chooses its own tiles.
     needs_backward = trains and not (segments.kv_shared or torch.compiler.is_compiling())
     schedule = device_schedule(

@@ -29,6 +29,12 @@ LEADING = tl.constexpr((127 + 31) * 8 + 1)  # values of these bits for distances
 NEAR = tl.constexpr(2**31 - 1)  # distances below it are found by their leading bits
 TIME_BLOCK = tl.constexpr(64)  # rows of a record of timestamps
 TIME_RECORD = tl.constexpr(2 + 64 // 2)  # int64 words of it
+# Row and column of each bit of a byte's number in a block of stored buckets. A thread's scores of
+# Hopper's MMA then lie in 4 runs of 8 bytes; those of the transposed block, in 8 runs of 4.
+BYTE_ORDER = (
+    (8, 0), (0, 8), (0, 1), (1, 0), (0, 2), (0, 4), (2, 0), (4, 0), (16, 0), (32, 0), (0, 16),
+    (0, 32),
+)  # fmt: skip
 
 
 class Bias(NamedTuple):
@@ -52,6 +58,8 @@ class Bias(NamedTuple):
         query_extremes_ptr, key_extremes_ptr: TIME_RECORD words for each TIME_BLOCK rows of a
             segment, from block `first_time_block` on: the earliest and the latest timestamp, and
             all less the earliest, modulo 2^32. Only Hopper's kernels read them.
+        first_blocks_ptr: `StoredBuckets.first_blocks`. Hopper's kernels then read neither entries
+            nor extremes.
     """
 
     position_ptr: tl.tensor
@@ -70,6 +78,7 @@ class Bias(NamedTuple):
     query_shift_ptr: tl.tensor
     query_extremes_ptr: tl.tensor
     key_extremes_ptr: tl.tensor
+    first_blocks_ptr: tl.tensor
 
 
 class TableSums(NamedTuple):

@@ -14,8 +14,11 @@ from .bias import (
     TIME_BLOCK,
     TIME_RECORD,
     bias_of_tile,
+    bucket_block,
+    key_times,
     load_key_times,
     load_query_times,
+    query_times,
 )
 
 # lanes, one for each value of the leading bits
@@ -200,6 +203,44 @@ def _load_edges(boundaries_ptr, num_boundaries, numbers):
     return tl.minimum(
         tl.load(boundaries_ptr + numbers, mask=numbers < num_boundaries, other=NEAR), NEAR
     ).to(tl.int32)
+
+
+# -- stored buckets --------------------------------------------------------------------------------
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_blocks"])
+def stored_buckets_kernel(
+    q_offsets_ptr, kv_offsets_ptr, first_blocks_ptr, buckets_ptr, num_blocks, bias,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Write the buckets of `StoredBuckets`. The programs of a segment take its blocks in turns.
+    num_blocks: for which there is memory."""
+    segment = tl.program_id(0)
+    q_start, q_len = load_segment(q_offsets_ptr, segment)
+    kv_start, kv_len = load_segment(kv_offsets_ptr, segment)
+    tile = ScheduledTile(segment, 0 * segment, 0, q_start, q_len, kv_start, kv_len)
+    of_segment = bias_of_tile(bias, tile, tile.head, None, KIND)
+    first = tl.load(first_blocks_ptr + segment)
+    of_keys = tl.cdiv(kv_len, TIME_BLOCK)
+    count = tl.minimum(tl.cdiv(q_len, TIME_BLOCK) * of_keys, num_blocks - first)
+    lanes = tl.arange(0, TIME_BLOCK)
+    for number in range(tl.program_id(1), count, tl.num_programs(1)):
+        rows = number // of_keys * TIME_BLOCK + lanes
+        columns = number % of_keys * TIME_BLOCK + lanes
+        block = bucket_block(
+            query_times(of_segment, rows, KIND), key_times(of_segment, columns, KIND), of_segment,
+            tl.arange(0, KIND.boundaries),
+        )  # fmt: skip
+        ptr = buckets_ptr + (first + number).to(tl.int64) * (TIME_BLOCK * TIME_BLOCK)
+        tl.store(ptr + tl.arange(0, TIME_BLOCK * TIME_BLOCK), _in_byte_order(block.to(tl.uint8)))
+
+
+@triton.jit
+def _in_byte_order(block):
+    """A block `[64, 64]` in the order of BYTE_ORDER, `[64 · 64]`."""
+    bits = block.reshape([4, 2, 4, 2, 4, 2, 4, 2])
+    return tl.permute(bits, (4, 0, 2, 6, 3, 7, 5, 1)).reshape([TIME_BLOCK * TIME_BLOCK])
 
 
 # -- gradients -------------------------------------------------------------------------------------

@@ -22,9 +22,11 @@ def kernel_bias(
     params: AttentionParams, segments: TiledSegments | None = None, q_rows: int = 0
 ) -> Bias | None:
     """The bias of a call as a kernel argument. One launch makes its tables. segments, q_rows: for
-    Hopper's kernels, which read entries and extremes too."""
+    Hopper's kernels, which read entries and extremes too, unless buckets are stored."""
     if not params.has_bias:
         return None
+    if params.buckets is not None:
+        segments = None
     position, time, boundaries = params.position_bias, params.time_bias, params.boundaries
     padded = (
         None
@@ -65,6 +67,7 @@ def kernel_bias(
         query_shift_ptr=params.query_shift,
         query_extremes_ptr=query_extremes,
         key_extremes_ptr=key_extremes,
+        first_blocks_ptr=params.first_blocks,
     )
     time_programs = 0 if boundaries is None else time.shape[0]
     padding_programs = (

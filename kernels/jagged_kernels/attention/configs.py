@@ -182,8 +182,8 @@ def hopper_attention_config(
             return two(consumers=1, warps=8, block=64, stages=2, row_stages=1)
         return two(block=64, stages=2, row_stages=1, v_stages=1 if kernel == "dq" else 0)
     if kernel == "dkdv":
-        if padded_dim(head_dim) == 128:
-            return two(block=64, stages=3, row_stages=1)
+        if padded_dim(head_dim) == 128:  # stored buckets take shared memory
+            return two(block=64, stages=2 if timed else 3, row_stages=1)
         # With a mask, a bias, dropout or an activation, blocks of 128 rows would need too many
         # registers.
         if softmax and not (masked or biased or dropout):
@@ -213,6 +213,8 @@ def hopper_attention_config(
     if narrow:
         long = long and activation != "gelu"  # its arithmetic takes many registers
         return three(block=128 if long else 64, stages=3 if long else 5, row_stages=2)
+    if timed:  # stored buckets take shared memory
+        return two(block=64, stages=3, row_stages=2, rows_in_registers=softmax)
     return two(
         block=128 if long else 64, stages=2 if long else 4, row_stages=2, rows_in_registers=softmax
     )

@@ -64,6 +64,7 @@ from .params import (
 from .segments import TiledSegments
 from .select import Selection, select
 from .split_queries import SplitQueries
+from .stored_buckets import with_stored_buckets
 from .triton_launch import triton_dkdv, triton_dq, triton_forward
 
 SMALLEST_SCALE = 1e-20  # by which the kernels divide a bias
@@ -321,6 +322,16 @@ def prepared(call: AttentionCall) -> tuple[Arguments, tuple[Any, ...] | None]:
 
 def _operator(call: AttentionCall) -> Callable:
     return triton_attention if call.segments.pages is None else triton_paged_attention
+
+
+def with_buckets(call: AttentionCall) -> AttentionCall:
+    """The call with `StoredBuckets` among its params, if its kernels read them: only Hopper's do.
+    The call has a schedule, and no graph records it."""
+    if call.params.time_bias is None or not call.schedule.num_blocks:
+        return call
+    call = _for_kernels(call)
+    rows = call.schedule.block_m, _key_tiles(call).block
+    return with_stored_buckets(call) if _select(call, *rows).backend == "hopper" else call
 
 
 def operator_arguments(call: AttentionCall) -> Arguments:

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 class BiasKind(NamedTuple):
     """What a RelativeBias has, as a constant of a launch. boundaries: a power of 2 not below their
-    number; 0 without a time table."""
+    number; 0 without a time table. stored: its buckets are in memory (stored_buckets.py)."""
 
     position: bool
     boundaries: int
     query_times: bool
     shift: bool
+    stored: bool = False
 
 
 def are_same(q_offsets: Tensor, kv_offsets: Tensor) -> bool:
@@ -112,6 +113,7 @@ class AttentionParams(NamedTuple):
         position_bias, time_bias, timestamps, boundaries, query_timestamps, query_shift: the fields
             of `RelativeBias`. Tables are `[H or 1, entries]`, in fp32, or fp64 with fp64 operands.
             None without them.
+        buckets, first_blocks: `StoredBuckets`, or None.
         dropout_p: probability with which a weight of P becomes 0, a multiple of 2^-16 below 1.
         dropout_seed: int64 `[]`, on the operands' device; None if dropout_p is 0.
     """
@@ -132,6 +134,8 @@ class AttentionParams(NamedTuple):
     boundaries: Tensor | None = None
     query_timestamps: Tensor | None = None
     query_shift: Tensor | None = None
+    buckets: Tensor | None = None
+    first_blocks: Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None
 
@@ -154,6 +158,7 @@ class AttentionParams(NamedTuple):
             boundaries,
             self.query_timestamps is not None,
             self.query_shift is not None,
+            self.buckets is not None,
         )
 
 
@@ -233,7 +238,8 @@ class Arguments(NamedTuple):
 
     Attributes:
         segments, options: the fields of `SegmentTensors` and of `Options`.
-        bias: position_bias, time_bias, timestamps, boundaries, query_timestamps and query_shift.
+        bias: position_bias, time_bias, timestamps, boundaries, query_timestamps and query_shift;
+            then buckets and first_blocks, if they are stored.
         mask: the fields of `MaskParams`.
         factors: scale, output_scale and dropout_p, which is left out where it is 0.
     """
@@ -280,6 +286,7 @@ def pack(
     of_kernels = [table, tiles, num_tiles, key_tiles, num_key_tiles, p.dropout_seed, scales]
     tables = [p.position_bias, p.time_bias]
     of_tables = [p.timestamps, p.boundaries, p.query_timestamps, p.query_shift]
+    of_tables += [] if p.buckets is None else [p.buckets, p.first_blocks]
     flags = [int(q_shared), int(kv_shared), int(has_tail)]
     flags += [int(p.batch_invariant), int(p.table_gradients)]
     sizes = [
@@ -308,10 +315,11 @@ def unpack(*arguments: Any) -> tuple[AttentionCall, TileList, TileList]:
     optional = o.workspace, o.tile_rows, o.key_tile_rows
     workspace, rows, key_rows = [None if x < 0 else x for x in optional]
     scale, output_scale, *dropout = factors
+    dropout_p = dropout[0] if dropout else 0.0
     params = AttentionParams(
         scale, activation, None if mask is None else MaskParams(*mask), output_scale,
         bool(o.batch_invariant), implementation, workspace, bool(o.table_gradients), t.num_targets,
-        t.segment_scale, *bias, *dropout, dropout_seed=t.dropout_seed,
+        t.segment_scale, *bias, dropout_p=dropout_p, dropout_seed=t.dropout_seed,
     )  # fmt: skip
     queries = TileList(t.tiles, t.num_tiles, rows)
     keys = TileList(t.key_tiles, t.num_key_tiles, key_rows)

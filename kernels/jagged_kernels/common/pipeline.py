@@ -252,11 +252,12 @@ def publish(ring, step):
 
 
 @gluon.jit
-def producer_load(ring, desc, step, head, row):
-    """Fill the buffer of a step with a box of rows by TMA, once the consumers have released it."""
+def producer_load(ring, desc, step, head, row, MORE: gl.constexpr = 0):
+    """Fill the buffer of a step with a box of rows by TMA, once the consumers have released it.
+    MORE: bytes of other buffers that the caller then fills, under the same barriers."""
     wait_until_empty(ring, step)
     slot = step % ring.buffers.shape[0]
-    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
+    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes + MORE)
     load_tile(desc, [head, row.to(gl.int32), 0], ring.full.index(slot), ring.buffers.index(slot))
 
 

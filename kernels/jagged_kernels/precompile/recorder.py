@@ -143,6 +143,7 @@ def _reported_gpu(device: torch.device, capability: tuple[int, int], num_sms: in
         get_device_properties=lambda *_: properties,
         is_initialized=lambda: True,
         is_current_stream_capturing=lambda: False,
+        current_stream=lambda *_: None,
     )
     # Host tensors dispatch to the operators' CPU key, which is registered for the interpreter only.
     of_operators = dict(

@@ -59,6 +59,8 @@ class TileSchedule:
         num_heads: heads that the tiles enumerate.
         backward: the dk, dv kernel's schedule, with the roles of q and kv exchanged (tiles of key
             rows); None: built when needed.
+        num_blocks: how many blocks of 64 by 64 scores the segments have, hidden ones too; None: the
+            host does not know.
         ascending: whether the tiles of each segment and head are in ascending order, which Hopper's
             one-pass backward needs.
     """
@@ -70,6 +72,7 @@ class TileSchedule:
     num_heads: int
     backward: TileSchedule | None = None
     ascending: bool = False
+    num_blocks: int | None = None
 
     @property
     def tile_list(self) -> TileList:
@@ -179,7 +182,17 @@ def zigzag_schedule(
     else:
         tiles, num_long = _masked_tiles(side, num_heads)
     num_tiles = torch.tensor([len(tiles), num_long], dtype=torch.int32, device="cpu")
-    return TileSchedule(tiles, num_tiles, block_m, block_n, num_heads, ascending=ascending)
+    return TileSchedule(
+        tiles, num_tiles, block_m, block_n, num_heads, ascending=ascending,
+        num_blocks=count_blocks(q_lengths, kv_lengths),
+    )  # fmt: skip
+
+
+def count_blocks(q_lengths: Tensor, kv_lengths: Tensor) -> int:
+    """Blocks of 64 by 64 scores of all segments, of the first query group."""
+    num_segments = min(len(q_lengths), len(kv_lengths))
+    of_queries, of_keys = (cdiv(x[:num_segments].long(), 64) for x in (q_lengths, kv_lengths))
+    return int((of_queries * of_keys).sum())
 
 
 def _check_options(sizes: dict[str, int], head_dim: int, key_tiles: bool, mask: Any) -> None:

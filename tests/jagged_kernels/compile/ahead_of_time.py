@@ -23,6 +23,8 @@ BIASES = {  # what a RelativeBias has
     "position": BiasKind(position=True, boundaries=0, query_times=False, shift=False),
     "both": BiasKind(position=True, boundaries=128, query_times=False, shift=False),
     "all": BiasKind(position=True, boundaries=128, query_times=True, shift=True),
+    "stored": BiasKind(True, boundaries=128, query_times=False, shift=False, stored=True),
+    "stored times": BiasKind(False, boundaries=128, query_times=True, shift=True, stored=True),
 }
 DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
@@ -109,8 +111,9 @@ def bias_types(arg: str, kind: BiasKind, scratch: bool, entries: bool) -> tuple 
         )
         extremes = given("*i64", "*i64", by=time and entries)
         return Bias(
-            *tables, *given("*i64", by=kind.query_times), *given("*i64", by=kind.shift), *extremes
-        )
+            *tables, *given("*i64", by=kind.query_times), *given("*i64", by=kind.shift), *extremes,
+            *given("*i32", by=kind.stored),
+        )  # fmt: skip
     if arg == "sums":
         tables = *given("*fp32", "i32", by=position), *given("*fp32", "i32", "i32", by=time)
         return TableSums(*tables, *given("*fp32", by=position and scratch))

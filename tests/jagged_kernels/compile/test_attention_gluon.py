@@ -150,6 +150,7 @@ def compile_hopper_attention(
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
     constants |= dict(num_segments=None) if query_groups == 1 else {}
     constants |= {} if page_rows else dict(page_table_ptr=None)
+    constants |= {} if bias is not None and bias.stored else dict(buckets_desc=None)
     absent = set(Arguments._fields) - READ - READ_BY[name] - ({"grad_stride"} if packed else set())
     absent |= set() if mask else {"num_targets_ptr"}
     absent -= {"seed_ptr", "threshold"} if dropout else set()
@@ -167,7 +168,10 @@ def compile_hopper_attention(
             fields = Arguments._fields
             return Arguments(*("constexpr" if x in absent else type_of(x) for x in fields))
         if arg in ("bias", "sums"):
-            return bias_types(arg, bias, scratch=not reinterprets_padding, entries=True)
+            entries = not bias.stored
+            return bias_types(arg, bias, scratch=not reinterprets_padding, entries=entries)
+        if arg == "buckets_desc":
+            return gluon_descriptor("fp32", [1, 32, 32])
         if arg == "sums_desc":
             return gluon_descriptor("fp32", [1, 64, 64])
         if arg.endswith("_desc"):

@@ -122,7 +122,8 @@ def with_activation(options, activation):
 
 class Rings(NamedTuple):
     """Buffers in shared memory. Of a consumer's own rows there is a ring for each consumer. lse,
-    delta: fp32 `[stages, rows]`, guarded by the barriers of q. tail: barrier of the tail's rows."""
+    delta: fp32 `[stages, rows]`, guarded by the barriers of q. tail: barrier of the tail's rows.
+    buckets: of bias.make_buckets, guarded by the barriers of the ring that a tile loops over."""
 
     q: Ring = None
     do: Ring = None
@@ -131,6 +132,7 @@ class Rings(NamedTuple):
     lse: gl.shared_memory_descriptor = None
     delta: gl.shared_memory_descriptor = None
     tail: gl.shared_memory_descriptor = None
+    buckets: gl.shared_memory_descriptor = None
 
 
 class Outputs(NamedTuple):
@@ -164,6 +166,7 @@ class Kernel(NamedTuple):
     do_desc: gl.tensor = None
     k_desc: gl.tensor = None
     v_desc: gl.tensor = None
+    buckets_desc: gl.tensor = None
     exchange: gl.tensor = None
     bias: Bias = None
     ranges: gl.tensor = None

@@ -12,9 +12,10 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...common.gluon_api import reinterpret, thread_barrier
+from ...common.gluon_api import load_tile, reinterpret, thread_barrier
 from ...common.pipeline import WARPGROUP_ROWS, mma_layout
 from ..bias import (
+    BYTE_ORDER,
     LEADING,
     NEAR,
     TIME_BLOCK,
@@ -38,6 +39,7 @@ COMPARED = gl.constexpr(6)  # boundaries in a block up to which each score is co
 RANGES = gl.constexpr(16)  # ranges of buckets that a consumer finds at a time
 # one range per lane, all of them in each warp
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+TABLE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -53,13 +55,15 @@ class Buckets(NamedTuple):
 class ConsumerBias(NamedTuple):
     """The bias of a consumer's rows, queries or keys: that of their segment and head, the first
     row, their timestamps modulo 2^32, the number of their TIME_BLOCK in the batch, and the
-    consumer's memory for `_range_of`. Only times need the last three."""
+    consumer's memory for `_range_of`. Only times need the last three. table: with stored buckets,
+    the head's time table, padded."""
 
     of_tile: BiasOfTile
     row: gl.tensor
     stamps: gl.tensor
     block: gl.tensor
     ranges: gl.shared_memory_descriptor
+    table: gl.tensor
 
 
 @gluon.constexpr_function
@@ -123,7 +127,7 @@ def _row_indices(first):
 @gluon.jit
 def make_ranges(CONSUMERS: gl.constexpr, KIND: gl.constexpr):
     """Memory of each consumer for `_range_of`."""
-    if KIND is None or KIND.boundaries == 0:
+    if KIND is None or KIND.boundaries == 0 or KIND.stored:
         return 0, 0, 0
     else:
         return of_each_consumer(_no_ranges, CONSUMERS)
@@ -154,10 +158,22 @@ def bias_of_queries(kernel, tile, first, consumer: gl.constexpr, KIND: gl.conste
     if KIND is not None:
         of_tile = bias_of_tile(kernel.bias, tile, tile.head, kernel.schedule.num_segments, KIND)
         rows = _row_indices(first)
-        if KIND.boundaries > 0:
+        if KIND.boundaries > 0 and not KIND.stored:
             rows = load_query_times(of_tile, rows, KIND).to(gl.int32)
         block = first_time_block(tile.q_start, tile.segment).to(gl.int32) + first // TIME_BLOCK
-        return ConsumerBias(of_tile, first, rows, block, kernel.ranges[consumer])
+        table = _time_table(of_tile, KIND)
+        return ConsumerBias(of_tile, first, rows, block, kernel.ranges[consumer], table)
+
+
+@gluon.jit
+def _time_table(of_tile, KIND: gl.constexpr):
+    """The time table of a head in registers, with zeros behind it; without stored buckets, any."""
+    if KIND.stored:
+        entries = gl.arange(0, 2 * KIND.boundaries, layout=TABLE)
+        inside = entries <= of_tile.num_boundaries
+        return gl.load(of_tile.time_ptr + entries, mask=inside, other=0.0)
+    else:
+        return of_tile.own
 
 
 @gluon.jit
@@ -169,11 +185,12 @@ def bias_of_keys(kernel, tile, group_head, first, consumer: gl.constexpr, OPTION
         head = tile.head * OPTIONS.group + group_head
         of_tile = bias_of_tile(kernel.bias, tile, head, kernel.schedule.num_segments, KIND)
         rows = _row_indices(first)
-        if KIND.boundaries > 0:
+        if KIND.boundaries > 0 and not KIND.stored:
             rows = load_key_times(of_tile, rows).to(gl.int32)
         block = first_time_block(tile.kv_start, tile.segment).to(gl.int32) + first // TIME_BLOCK
         block = gl.where(of_tile.own > 0, block, -2 - block)  # no number of a block of other keys
-        return ConsumerBias(of_tile, first, rows, block, kernel.ranges[consumer])
+        table = _time_table(of_tile, KIND)
+        return ConsumerBias(of_tile, first, rows, block, kernel.ranges[consumer], table)
 
 
 @gluon.jit
@@ -325,11 +342,108 @@ def _time_block(bias, column, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, K
     return time, Buckets(buckets, first, last)
 
 
+# -- stored buckets --------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _layout_of_buckets():
+    """Where the buckets of a block of stored_buckets.py are in shared memory, by TMA's swizzle of
+    128 bytes: of each bit of an offset in bytes, row and column."""
+    bases = [list(x) for x in BYTE_ORDER]
+    for bit in (7, 8, 9):
+        row, column = BYTE_ORDER[bit - 3]
+        bases[bit] = [bases[bit][0] ^ row, bases[bit][1] ^ column]
+    return gl.SharedLinearLayout(bases)
+
+
+@gluon.constexpr_function
+def _layout_of_bytes(columns, transposed):
+    """mma_layout with a thread's registers in the order of the bytes in memory."""
+    registers = [[8, 0], [0, 8], [0, 1], [0, 16], [0, 32]]
+    if transposed:
+        registers[:2] = [0, 8], [8, 0]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    registers = [x for x in registers if x[1] < columns]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[16, 0], [32, 0]], [], [WARPGROUP_ROWS.value, columns]
+    )
+
+
 @gluon.jit
-def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIND: gl.constexpr):
+def make_buckets(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Memory of a block of stored buckets for each stage and consumer."""
+    if desc is not None:
+        box: gl.constexpr = desc.block_type.shape
+        shape: gl.constexpr = [STAGES * CONSUMERS, box[0], box[1], box[2]]
+        return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def first_stored_block(bias, tile, num_segments):
+    """Number of the first stored block of a tile's segments, and how many blocks of keys each block
+    of queries has. A query group but the first has no blocks: it takes others."""
+    segment = tile.segment
+    if num_segments is not None:
+        segment = segment % num_segments
+    return gl.load(bias.first_blocks_ptr + segment), gl.cdiv(tile.kv_len, TIME_BLOCK)
+
+
+@gluon.constexpr_function
+def bytes_of_buckets(desc, consumers):
+    """Of the blocks that `load_buckets` loads."""
+    return 0 if desc is None else consumers * desc.block_type.nbytes
+
+
+@gluon.jit
+def load_buckets(ring, buckets, desc, step, first, stride, CONSUMERS: gl.constexpr):
+    """Load the consumers' blocks of stored buckets, `stride` blocks apart, for a step of a ring,
+    whose barrier `producer_load` has told their bytes."""
+    slot = step % ring.buffers.shape[0]
+    for consumer in gl.static_range(CONSUMERS):
+        load_tile(
+            desc, [(first + consumer * stride).to(gl.int32), 0, 0], ring.full.index(slot),
+            buckets.index(slot * CONSUMERS + consumer),
+        )  # fmt: skip
+
+
+@gluon.jit
+def stored_buckets(
+    rings, ring, step, first, consumer: gl.constexpr, CONSUMERS: gl.constexpr,
+    COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """The stored buckets of a consumer's block in a full buffer of a ring, `[64, COLUMNS]`. Its
+    columns begin at `first`."""
+    BYTES: gl.constexpr = _layout_of_bytes(COLUMNS, TRANSPOSED)
+    slot = step % ring.buffers.shape[0]
+    block = reinterpret(
+        rings.buckets.index(slot * CONSUMERS + consumer), gl.uint8, [TIME_BLOCK, TIME_BLOCK],
+        _layout_of_buckets(),
+    )  # fmt: skip
+    if TRANSPOSED:
+        block = block.permute((1, 0))
+    if COLUMNS == TIME_BLOCK:
+        buckets = block.load(BYTES)
+    elif first % TIME_BLOCK == 0:
+        buckets = block.slice(0, COLUMNS, 1).load(BYTES)
+    else:
+        buckets = block.slice(COLUMNS, COLUMNS, 1).load(BYTES)
+    # A conversion of the type would take two instructions more for each.
+    buckets = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $4, 0, 0x4440; prmt.b32 $1, $4, 0, 0x4441;"
+        "prmt.b32 $2, $4, 0, 0x4442; prmt.b32 $3, $4, 0, 0x4443;",
+        "=r,=r,=r,=r,r", [buckets], dtype=gl.int32, is_pure=True, pack=4,
+    )  # fmt: skip
+    return gl.convert_layout(buckets, mma_layout(WARPGROUP_ROWS, COLUMNS))
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIND: gl.constexpr, stored=None):
     """The bias `[64, COLUMNS]` of a consumer's rows, and of COLUMNS keys from `first` on, divided
     by the scale, and with a time table its Buckets. TRANSPOSED: the rows are the keys, and the
-    columns query rows."""
+    columns query rows. stored: the block's buckets, if they are stored."""
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
     of_tile = bias.of_tile
     if KIND.position:
@@ -340,7 +454,13 @@ def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIN
         block = _position_block(of_tile.position_ptr + entry, COLUMNS, TRANSPOSED)
     else:
         block = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, L)
-    if KIND.boundaries > 0:
+    if stored is not None:
+        found = gl.gather(bias.table, stored.reshape([WARPGROUP_ROWS * COLUMNS]), 0)
+        block += gl.convert_layout(
+            found.reshape([WARPGROUP_ROWS, COLUMNS]), L, assert_trivial=True
+        )
+        buckets = Buckets(stored, 0, 0)
+    elif KIND.boundaries > 0:
         time, buckets = _time_block(bias, first, COLUMNS, TRANSPOSED, KIND)
         block += time
     else:

@@ -106,6 +106,9 @@ def add_to_tables(ds, buckets, first, bias, sums, KIND: gl.constexpr):
     if num_rows < WARPGROUP_ROWS:
         rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, ds.type.layout))[:, None]
         ds = gl.where(rows < num_rows, ds, 0.0)
+    if KIND.stored:
+        _add_runs_of_buckets(ds * sums.factor, buckets, sums.time_ptr)
+        thread_barrier()  # all warps have read the buckets
     if KIND.position:
         _add_diagonals(
             ds,
@@ -113,7 +116,7 @@ def add_to_tables(ds, buckets, first, bias, sums, KIND: gl.constexpr):
             + first_entry(bias.of_tile, bias.row, first, WARPGROUP_ROWS, ds.shape[1]),
             sums,
         )
-    if KIND.boundaries > 0:
+    if KIND.boundaries > 0 and not KIND.stored:
         _add_bucket_sums(ds * sums.factor, buckets, sums.time_ptr)
 
 
@@ -241,10 +244,7 @@ def _add_bucket_sums(ds, buckets, ptr):
     to the consumer's first. It sums few buckets one by one, and runs of equal buckets if there may
     be more."""
     L: gl.constexpr = ds.type.layout
-    rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
-    columns = gl.arange(0, ds.shape[1], layout=gl.SliceLayout(0, L))[None, :]
-    thread = ((rows >> 4) * 8 + (rows & 7)) * 4 + ((columns & 6) >> 1)
-    sums = (ptr + thread).to(gl.int64)
+    sums = _sums_of_thread(ds, ptr)
     if buckets.last - buckets.first < SUMMED_ONE_BY_ONE:
         for bucket in range(buckets.first, buckets.last + 1):
             bucket_of_all = gl.full(ds.shape, bucket, gl.int32, L)
@@ -254,7 +254,22 @@ def _add_bucket_sums(ds, buckets, ptr):
                 pack=32,
             )  # fmt: skip
     else:
-        gl.inline_asm_elementwise(
-            _add_runs(), _sum_constraints("f", "r", "l"), [ds, buckets.of_scores, sums],
-            dtype=gl.int32, is_pure=False, pack=32,
-        )  # fmt: skip
+        _add_runs_of_buckets(ds, buckets.of_scores, ptr)
+
+
+@gluon.jit
+def _sums_of_thread(ds, ptr):
+    """Addresses of each thread's sum of bucket 0."""
+    L: gl.constexpr = ds.type.layout
+    rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
+    columns = gl.arange(0, ds.shape[1], layout=gl.SliceLayout(0, L))[None, :]
+    thread = ((rows >> 4) * 8 + (rows & 7)) * 4 + ((columns & 6) >> 1)
+    return (ptr + thread).to(gl.int64)
+
+
+@gluon.jit
+def _add_runs_of_buckets(ds, buckets, ptr):
+    gl.inline_asm_elementwise(
+        _add_runs(), _sum_constraints("f", "r", "l"), [ds, buckets, _sums_of_thread(ds, ptr)],
+        dtype=gl.int32, is_pure=False, pack=32,
+    )  # fmt: skip

@@ -65,7 +65,16 @@ from ..dropout import dropout_of_head
 from ..mask import first_target_column, num_masked_blocks
 from ..scales import output_factor, score_factor
 from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
-from .bias import bias_block, bias_of_keys, make_ranges
+from .bias import (
+    bias_block,
+    bias_of_keys,
+    bytes_of_buckets,
+    first_stored_block,
+    load_buckets,
+    make_buckets,
+    make_ranges,
+    stored_buckets,
+)
 from .scores import (
     QueryBlock,
     drop_gradient,
@@ -201,6 +210,7 @@ def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
     key_row = tile.kv_start + tile.block * (OPTIONS.consumers * WARPGROUP_ROWS)
     if OPTIONS.kv_shared:
         key_row -= tile.kv_start
+    BYTES: gl.constexpr = bytes_of_buckets(kernel.buckets_desc, OPTIONS.consumers)
     for number in range(visited.count + 1):
         if number == gl.minimum(visited.count, rings.q.buffers.shape[0]):
             load_keys(kernel, tile, wave, key_row, OPTIONS.consumers)
@@ -215,7 +225,14 @@ def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
             q_row = row
             if OPTIONS.q_shared:
                 q_row = row - q_start
-            producer_load(rings.q, kernel.q_desc, step + number, head, q_row)
+            producer_load(rings.q, kernel.q_desc, step + number, head, q_row, BYTES)
+            if kernel.buckets_desc is not None:
+                stored, stride = first_stored_block(kernel.bias, of_block, schedule.num_segments)
+                stored += first // WARPGROUP_ROWS * stride + tile.block * OPTIONS.consumers
+                load_buckets(
+                    rings.q, rings.buckets, kernel.buckets_desc, step + number, stored, 1,
+                    OPTIONS.consumers,
+                )  # fmt: skip
             producer_load(rings.do, kernel.do_desc, step + number, head, row)
     return step + visited.count
 
@@ -266,12 +283,22 @@ def _dkdv_block(
     WIDTH: gl.constexpr = q.shape[1]
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
     block_bias = None
-    if OPTIONS.bias is not None:
+    STORED: gl.constexpr = rings.buckets is not None
+    if OPTIONS.bias is not None and not STORED:
         block_bias, _ = bias_block(bias, rows.first, BLOCK, True, OPTIONS.bias)
-    scores = mma_abt(keys.k, q, block_bias)
+    if not STORED:
+        scores = mma_abt(keys.k, q, block_bias)
     do = consumer_wait(rings.do, step)
     dp = mma_abt(keys.v, do)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
+    if STORED:  # found while the other MMA runs. A sum after both would take more registers
+        stored = stored_buckets(
+            rings, rings.q, step, rows.first, consumer, OPTIONS.consumers, BLOCK, True
+        )
+        block_bias, _ = bias_block(bias, rows.first, BLOCK, True, OPTIONS.bias, stored)
+        scores = mma_abt(keys.k, q, block_bias)
+        scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
+    else:
+        scores = warpgroup_mma_wait(1, deps=(scores,))
     p, dact = weights_of_keys(scores, rings, step, keys.column, rows, scale, OPTIONS, MASKED)
     p = to_mma_operand(p, do.dtype, WIDTH)
     dv = warpgroup_mma(p, do, dv, is_async=True)
@@ -292,7 +319,7 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
     scales, shared = kernel.args, kernel.rings
     rings = Rings(
         q=shared.q, do=shared.do, k=shared.k[consumer], v=shared.v[consumer],
-        lse=shared.lse, delta=shared.delta, tail=shared.tail,
+        lse=shared.lse, delta=shared.delta, tail=shared.tail, buckets=shared.buckets,
     )  # fmt: skip
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     BLOCK: gl.constexpr = rings.q.buffers.shape[2]
@@ -376,7 +403,7 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 @gluon.jit(**UNSPECIALISED)
 def attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, num_tiles_ptr, num_segments, args, bias,
-    ACTIVATION: gl.constexpr, CONSTANTS: gl.constexpr,
+    buckets_desc, ACTIVATION: gl.constexpr, CONSTANTS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv of a tile of key rows. It loops over the query blocks of all query groups and of all
     heads of a key head."""
@@ -393,7 +420,8 @@ def attention_bwd_dkdv_hopper_kernel(
     lse, delta = make_stats(q), make_stats(q)
     # Each consumer arrives twice a block: for its share of q, and for its share of dO.
     tail = make_barriers(1, 2 * CONSUMERS)
-    rings = Rings(q=q, do=do, k=k, v=v, lse=lse, delta=delta, tail=tail)
+    buckets = make_buckets(buckets_desc, OPTIONS.stages, CONSUMERS)
+    rings = Rings(q=q, do=do, k=k, v=v, lse=lse, delta=delta, tail=tail, buckets=buckets)
     outputs = Outputs(
         dk=Output(dk_desc, args.dk_ptr), dv=Output(dv_desc, args.dv_ptr),
         buffers=make_epilogue_buffers(k_desc, 2 * CONSUMERS),
@@ -402,6 +430,6 @@ def attention_bwd_dkdv_hopper_kernel(
     kernel = Kernel(
         args, schedule, rings, queue, outputs,
         q_desc=q_desc, do_desc=do_desc, k_desc=k_desc, v_desc=v_desc,
-        bias=bias, ranges=make_ranges(CONSUMERS, OPTIONS.bias),
+        buckets_desc=buckets_desc, bias=bias, ranges=make_ranges(CONSUMERS, OPTIONS.bias),
     )  # fmt: skip
     launch_specialised(_dkdv_consume, produce, kernel, OPTIONS)

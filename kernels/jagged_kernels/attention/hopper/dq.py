@@ -73,7 +73,16 @@ from ...common.ptxas import safe_ptxas
 from ..mask import num_masked_blocks
 from ..scales import output_factor, score_factor
 from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
-from .bias import bias_block, bias_of_queries, make_ranges
+from .bias import (
+    bias_block,
+    bias_of_queries,
+    bytes_of_buckets,
+    first_stored_block,
+    load_buckets,
+    make_buckets,
+    make_ranges,
+    stored_buckets,
+)
 from .bias_sums import add_to_tables, make_scratch, sums_of_tile
 from .scores import (
     Position,
@@ -111,9 +120,20 @@ def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
         producer_load(rings.q[consumer], kernel.q_desc, wave, tile.head, q_row)
         producer_load(rings.do[consumer], kernel.do_desc, wave, tile.head, row)
     head = tile.head // OPTIONS.group
+    BYTES: gl.constexpr = bytes_of_buckets(kernel.buckets_desc, CONSUMERS)
+    first, stride = 0, 0
+    if kernel.buckets_desc is not None:
+        first, stride = first_stored_block(kernel.bias, tile, kernel.schedule.num_segments)
+        first += tile.block * CONSUMERS * stride
     for number in range(visited):
-        key_row = tile.kv_start + visited_block(number, blocks) * BLOCK
-        producer_load(rings.k, kernel.k_desc, step + number, head, key_row)
+        block = visited_block(number, blocks)
+        key_row = tile.kv_start + block * BLOCK
+        producer_load(rings.k, kernel.k_desc, step + number, head, key_row, BYTES)
+        if kernel.buckets_desc is not None:
+            load_buckets(
+                rings.k, rings.buckets, kernel.buckets_desc, step + number, first + block, stride,
+                CONSUMERS,
+            )  # fmt: skip
         producer_load(rings.v, kernel.v_desc, step + number, head, key_row)
     return step + visited
 
@@ -140,11 +160,19 @@ def _dq_block(
         if has_tail:
             zero_tail(k, position.num_keys, tail, consumer, OPTIONS.consumers)
     block_bias, buckets = None, None
-    if OPTIONS.bias is not None:
+    STORED: gl.constexpr = rings.buckets is not None
+    if OPTIONS.bias is not None and not STORED:
         block_bias, buckets = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
     scores = mma_abt(rows.q, k, block_bias, 1, OPTIONS.head_dim)
     dp = mma_abt(rows.do, consumer_wait(rings.v, step), None, 1, OPTIONS.v_dim)
+    if STORED:  # found while both MMAs run
+        stored = stored_buckets(
+            rings, rings.k, step, 0, consumer, OPTIONS.consumers, k.shape[0], False
+        )
+        block_bias, _ = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias, stored)
     scores = warpgroup_mma_wait(num_parts(k.shape[1], OPTIONS.v_dim), deps=(scores,))
+    if STORED:
+        scores += block_bias
     _, dact = weights(scores, rows.lse[:, None], scale, OPTIONS)
     if WAITS_AHEAD:
         wait_until_full(rings.k, step + 1, more)
@@ -159,6 +187,10 @@ def _dq_block(
     operand = to_mma_operand(ds, k.dtype, k.shape[1])
     acc = mma_parts(operand, k, acc)
     if OPTIONS.has_sums:
+        if STORED:  # loaded again: they would take registers until here
+            buckets = stored_buckets(
+                rings, rings.k, step, 0, consumer, OPTIONS.consumers, k.shape[0], False
+            )
         add_to_tables(ds, buckets, position.column, bias, sums, OPTIONS.bias)
     acc, _ = wait_for_parts(acc, (operand,))
     release(rings.k, step)
@@ -195,8 +227,9 @@ def _sums(kernel, tile, num_rows, consumer: gl.constexpr, OPTIONS: gl.constexpr)
 def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
     shared, scales, outputs = kernel.rings, kernel.args, kernel.outputs
     rings = Rings(
-        q=shared.q[consumer], do=shared.do[consumer], k=shared.k, v=shared.v, tail=shared.tail
-    )
+        q=shared.q[consumer], do=shared.do[consumer], k=shared.k, v=shared.v, tail=shared.tail,
+        buckets=shared.buckets,
+    )  # fmt: skip
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     BLOCK: gl.constexpr = rings.k.buffers.shape[2]
     STATS: gl.constexpr = gl.SliceLayout(1, mma_layout(WARPGROUP_ROWS, BLOCK))
@@ -289,7 +322,7 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 @gluon.jit(**UNSPECIALISED)
 def attention_bwd_dq_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, num_tiles_ptr, num_segments, args, bias, sums,
-    ACTIVATION: gl.constexpr, CONSTANTS: gl.constexpr,
+    buckets_desc, ACTIVATION: gl.constexpr, CONSTANTS: gl.constexpr,
 ):  # fmt: skip
     """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv
     kernel reads."""
@@ -303,7 +336,8 @@ def attention_bwd_dq_hopper_kernel(
     do = make_rings(do_desc, OPTIONS.row_stages, CONSUMERS)
     k = make_ring(k_desc, OPTIONS.stages, CONSUMERS)
     v = make_ring(v_desc, OPTIONS.v_stages, CONSUMERS)
-    rings = Rings(q=q, do=do, k=k, v=v, tail=make_barriers(1, CONSUMERS))
+    buckets = make_buckets(buckets_desc, OPTIONS.stages, CONSUMERS)
+    rings = Rings(q=q, do=do, k=k, v=v, tail=make_barriers(1, CONSUMERS), buckets=buckets)
     buffers = None
     if q_desc.block_type.shape[2] <= 128:
         buffers = make_epilogue_buffers(q_desc, CONSUMERS)
@@ -315,6 +349,6 @@ def attention_bwd_dq_hopper_kernel(
         args, schedule, rings, queue,
         Outputs(dq=Output(dq_desc, args.dq_ptr), buffers=buffers),
         q_desc=q_desc, do_desc=do_desc, k_desc=k_desc, v_desc=v_desc,
-        bias=bias, ranges=make_ranges(CONSUMERS, OPTIONS.bias), sums=sums, scratch=scratch,
+        buckets_desc=buckets_desc, bias=bias, ranges=make_ranges(CONSUMERS, OPTIONS.bias), sums=sums, scratch=scratch,
     )  # fmt: skip
     launch_specialised(_dq_consume, _dq_produce, kernel, OPTIONS)

@@ -49,6 +49,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
+from ...common.gluon_api import thread_barrier
 from ...common.loads import key_row, load_page
 from ...common.pipeline import (
     WARPGROUP_ROWS,
@@ -82,7 +83,16 @@ from ..dropout import Dropout
 from ..mask import Blocks, num_masked_blocks
 from ..scales import output_factor, score_factor
 from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
-from .bias import bias_block, bias_of_queries, make_ranges
+from .bias import (
+    bias_block,
+    bias_of_queries,
+    bytes_of_buckets,
+    first_stored_block,
+    load_buckets,
+    make_buckets,
+    make_ranges,
+    stored_buckets,
+)
 from .scores import Position, drop_by_queries, dropout_of_queries
 from .softmax import SUMS, SoftmaxState, attention_weights, log2_approx, rescale_rows
 from .tile_source import (
@@ -149,13 +159,24 @@ def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
         producer_load(
             rings.q[consumer], kernel.q_desc, wave, tile.head, row + consumer * WARPGROUP_ROWS
         )
+    BYTES: gl.constexpr = bytes_of_buckets(kernel.buckets_desc, CONSUMERS)
+    first, stride = 0, 0
+    if kernel.buckets_desc is not None:
+        first, stride = first_stored_block(kernel.bias, tile, kernel.schedule.num_segments)
+        first += tile.block * CONSUMERS * stride
     # in the order of their use: the keys of a block before the values of the one before it
     for number in range(count + 1):
         if number < count:
+            block = visited_block(number, blocks)
             producer_load(
                 rings.k, kernel.k_desc, step + number, tile.head // OPTIONS.group,
-                _key_row(kernel, tile, visited_block(number, blocks) * BLOCK, OPTIONS),
+                _key_row(kernel, tile, block * BLOCK, OPTIONS), BYTES,
             )  # fmt: skip
+            if kernel.buckets_desc is not None:
+                load_buckets(
+                    rings.k, rings.buckets, kernel.buckets_desc, step + number, first + block,
+                    stride, CONSUMERS,
+                )  # fmt: skip
         if number > 0:
             producer_load(
                 rings.v, kernel.v_desc, step + number - 1, tile.head // OPTIONS.group,
@@ -182,6 +203,20 @@ def _start_scores(q, k, start, OPTIONS: gl.constexpr):
         L: gl.constexpr = gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, k.shape[0]), 2)
         q = gl.convert_layout(q, L, assert_trivial=True)
     return mma_abt(q, k, start, 1, OPTIONS.head_dim)
+
+
+@gluon.jit
+def _bias_block(
+    rings, visit, step, column, consumer: gl.constexpr, OPTIONS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """bias_block of a step's first COLUMNS keys, which begin at `column`."""
+    stored = None
+    if rings.buckets is not None:
+        stored = stored_buckets(
+            rings, rings.k, step, 0, consumer, OPTIONS.consumers, COLUMNS, False
+        )
+    return bias_block(visit.bias, column, COLUMNS, False, OPTIONS.bias, stored)[0]
 
 
 @gluon.constexpr_function
@@ -215,7 +250,7 @@ def _first_block(
         k = opaque_rows(rings.k, step)
     block_bias = None
     if OPTIONS.bias is not None:
-        block_bias, _ = bias_block(visit.bias, position.column, COLUMNS, False, OPTIONS.bias)
+        block_bias = _bias_block(rings, visit, step, position.column, consumer, OPTIONS, COLUMNS)
     scores = _start_scores(q, k.slice(0, COLUMNS), block_bias, OPTIONS)
     has_tail = position.num_keys < COLUMNS
     if has_tail:
@@ -234,8 +269,9 @@ def _first_block(
 
 @gluon.jit
 def _next_block(
-    q, rings, visit, number, more, position, p, state, OPTIONS: gl.constexpr, MASKED: gl.constexpr
-):
+    q, rings, visit, number, more, position, p, state,
+    consumer: gl.constexpr, OPTIONS: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
     """P of the number-th block, and the new state with acc += P v of the previous block. `more`:
     whether another block follows."""
     step = visit.step + number
@@ -245,11 +281,21 @@ def _next_block(
     else:
         k = consumer_wait(rings.k, step)
     block_bias = None
-    if OPTIONS.bias is not None:
-        block_bias, _ = bias_block(visit.bias, position.column, k.shape[0], False, OPTIONS.bias)
+    STORED: gl.constexpr = rings.buckets is not None
+    if OPTIONS.bias is not None and not STORED:
+        block_bias = _bias_block(
+            rings, visit, step, position.column, consumer, OPTIONS, k.shape[0]
+        )
     scores = _start_scores(q, k, block_bias, OPTIONS)
     acc = mma_parts(p, consumer_wait(rings.v, step - 1).slice(0, p.shape[1]), state.acc)
+    if STORED:  # found while both MMAs run
+        block_bias = _bias_block(
+            rings, visit, step, position.column, consumer, OPTIONS, k.shape[0]
+        )
     scores = warpgroup_mma_wait(len(acc), deps=(scores,))
+    if STORED:
+        scores += block_bias
+        thread_barrier()
     release(rings.k, step)
     new_p, state, rescale = attention_weights(scores, position, state, visit.scale, OPTIONS, MASKED)
     new_p = drop_by_queries(new_p, position)
@@ -330,8 +376,8 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
             rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
             position = Position(row, column, kv_len - column, first_target, visit.dropout)
             p, state = _next_block(
-                rows, rings, visit, begun, count > begun + 1, position, half, state, OPTIONS,
-                OPTIONS.mask is not None,
+                rows, rings, visit, begun, count > begun + 1, position, half, state,
+                consumer, OPTIONS, OPTIONS.mask is not None,
             )  # fmt: skip
         else:
             half_acc, factor, lse = _last_values(half, rings, step + skipped, wave, state, OPTIONS)
@@ -348,8 +394,9 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
             column = visited_block(number, blocks) * BLOCK
             position = Position(row, column, kv_len - column, first_target, visit.dropout)
             p, state = _next_block(
-                rows, rings, visit, number, number + 1 < count, position, p, state, OPTIONS, True
-            )
+                rows, rings, visit, number, number + 1 < count, position, p, state,
+                consumer, OPTIONS, True,
+            )  # fmt: skip
     rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
     for number in range(gl.maximum(begun, masked), count):
         column = 0
@@ -357,8 +404,9 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
             column = visited_block(number, blocks) * BLOCK
         position = Position(row, column, BLOCK, first_target, visit.dropout)
         p, state = _next_block(
-            rows, rings, visit, number, number + 1 < count, position, p, state, OPTIONS, False
-        )
+            rows, rings, visit, number, number + 1 < count, position, p, state,
+            consumer, OPTIONS, False,
+        )  # fmt: skip
     acc = state.acc
     if begun <= count:
         acc, factor, lse = _last_values(p, rings, step + count - 1, wave, state, OPTIONS)
@@ -387,7 +435,9 @@ def _fwd_tile(
     activations that was 2 % slower."""
     outputs, scales, queue = kernel.outputs, kernel.args, kernel.queue
     shared = kernel.rings
-    rings = Rings(q=shared.q[consumer], k=shared.k, v=shared.v, tail=shared.tail)
+    rings = Rings(
+        q=shared.q[consumer], k=shared.k, v=shared.v, tail=shared.tail, buckets=shared.buckets
+    )
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     BLOCK: gl.constexpr = rings.k.buffers.shape[2]
     SCORES: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
@@ -479,7 +529,7 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 @gluon.jit(**UNSPECIALISED)
 def attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, num_tiles_ptr, page_table_ptr, num_segments, args, bias,
-    ACTIVATION: gl.constexpr, CONSTANTS: gl.constexpr,
+    buckets_desc, ACTIVATION: gl.constexpr, CONSTANTS: gl.constexpr,
 ):  # fmt: skip
     """O of a tile of query rows; with softmax also the log-sum-exp of its scores."""
     OPTIONS: gl.constexpr = with_activation(CONSTANTS, ACTIVATION)
@@ -491,13 +541,14 @@ def attention_fwd_hopper_kernel(
     k = make_ring(k_desc, OPTIONS.stages, CONSUMERS)
     v = make_ring(v_desc, OPTIONS.stages, CONSUMERS)
     q = make_rings(q_desc, OPTIONS.row_stages, CONSUMERS)
-    rings = Rings(q=q, k=k, v=v, tail=make_barriers(1, CONSUMERS))
+    buckets = make_buckets(buckets_desc, OPTIONS.stages, CONSUMERS)
+    rings = Rings(q=q, k=k, v=v, tail=make_barriers(1, CONSUMERS), buckets=buckets)
     buffers = make_epilogue_buffers(out_desc, CONSUMERS)
     queue = make_tile_queue(CONSUMERS)
     kernel = Kernel(
         args, schedule, rings, queue,
         Outputs(out=Output(out_desc, args.out_ptr), buffers=buffers),
         page_table_ptr=page_table_ptr, q_desc=q_desc, k_desc=k_desc, v_desc=v_desc,
-        bias=bias, ranges=make_ranges(CONSUMERS, OPTIONS.bias),
+        buckets_desc=buckets_desc, bias=bias, ranges=make_ranges(CONSUMERS, OPTIONS.bias),
     )  # fmt: skip
     launch_specialised(_fwd_consume, _fwd_produce, kernel, OPTIONS)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...common.activations import activation_factors, activation_function
 from ...common.device import has_descriptor
-from ...common.pipeline import WARPGROUP_ROWS, TensorDescriptor, head_descriptor
+from ...common.pipeline import WARPGROUP_ROWS, TensorDescriptor, descriptor, head_descriptor
 from ...schedule.cost import LoopedSide
 from ..bias_tables import TableGradients, kernel_bias
 from ..configs import HopperConfig
@@ -105,6 +105,13 @@ def _result_descriptor(x: Tensor) -> TensorDescriptor | None:
     return None if x.dtype == torch.float32 else head_descriptor(x, WARPGROUP_ROWS.value)
 
 
+def _buckets_descriptor(params: AttentionParams) -> TensorDescriptor | None:
+    """TMA descriptor for the blocks of stored buckets, as words."""
+    if params.buckets is None:
+        return None
+    return descriptor(params.buckets.view(torch.float32).unflatten(1, (32, 32)), 1, 32, 32)
+
+
 # -- forward ---------------------------------------------------------------------------------------
 
 
@@ -128,7 +135,7 @@ def forward(
             head_descriptor(q, 64), *(head_descriptor(x, config.block) for x in (k, v)),
             head_descriptor(out, 64, 128), num_tiles, table, segments.segments_per_group,
             _arguments(segments, tiles, params, factors, out, lse, next_tile=next_tile),
-            kernel_bias(params, segments, q.shape[0]),
+            kernel_bias(params, segments, q.shape[0]), _buckets_descriptor(params),
             **_launch_constants(config, operands, params, segments.q_shared, head_dim, page_rows),
         )  # fmt: skip
 
@@ -161,6 +168,7 @@ class _Backward:
         self.params, self.kv_shared, self.selection = params, kv_shared, selection
         self.q_shared = segments.q_shared
         self.bias = kernel_bias(params, segments, q.shape[0])
+        self.buckets_desc = _buckets_descriptor(params)
         self.factors = _factors(params, q.dtype)
         self.query_descs = head_descriptor(q, 64), head_descriptor(do, 64)
         self.key_descs = head_descriptor(k, 64), head_descriptor(v, 64)
@@ -211,7 +219,7 @@ class _Backward:
             attention_bwd_dq_hopper_kernel[blocks](
                 *self.query_descs, *self.key_descs, self.dq_desc, num_tiles,
                 queries.segments_per_group, self._arguments(queries, tiles), self.bias,
-                sums and sums.argument(),
+                sums and sums.argument(), self.buckets_desc,
                 **self._constants(config, False, 1, params.table_gradients),
             )  # fmt: skip
         return empty_table_gradients(params, q) if sums is None else sums.results(params, q)
@@ -228,7 +236,7 @@ class _Backward:
             kernel[blocks](
                 *self._rows(config.block), *self.key_descs, self.dk_desc, self.dv_desc, num_tiles,
                 keys.segments_per_group, self._arguments(keys, tiles),
-                *(() if wide else (self.bias,)),
+                *(() if wide else (self.bias, self.buckets_desc)),
                 **self._constants(config, self.kv_shared, keys.query_groups),
             )  # fmt: skip
 
