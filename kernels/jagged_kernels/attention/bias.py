@@ -32,7 +32,7 @@ TIME_RECORD = tl.constexpr(2 + 64 // 2)  # int64 words of it
 # Row and column of each bit of a byte's number in a block of stored buckets. A thread's scores of
 # Hopper's MMA then lie in 4 runs of 8 bytes; those of the transposed block, in 8 runs of 4.
 BYTE_ORDER = (
-    (8, 0), (0, 8), (0, 1), (1, 0), (0, 2), (0, 4), (2, 0), (4, 0), (16, 0), (32, 0), (0, 16),
+    (8, 0), (0, 8), (0, 1), (1, 0), (0, 2), (0, 4), (2, 0), (4, 0), (16, 0), (0, 16), (32, 0),
     (0, 32),
 )  # fmt: skip
 

@@ -239,8 +239,9 @@ def stored_buckets_kernel(
 @triton.jit
 def _in_byte_order(block):
     """A block `[64, 64]` in the order of BYTE_ORDER, `[64 · 64]`."""
-    bits = block.reshape([4, 2, 4, 2, 4, 2, 4, 2])
-    return tl.permute(bits, (4, 0, 2, 6, 3, 7, 5, 1)).reshape([TIME_BLOCK * TIME_BLOCK])
+    bits = block.reshape([2, 2, 2, 4, 2, 2, 2, 2, 4, 2])
+    bits = tl.permute(bits, (5, 0, 6, 1, 3, 8, 4, 9, 7, 2))
+    return bits.reshape([TIME_BLOCK * TIME_BLOCK])
 
 
 # -- gradients -------------------------------------------------------------------------------------

@@ -283,22 +283,17 @@ def _dkdv_block(
     WIDTH: gl.constexpr = q.shape[1]
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
     block_bias = None
-    STORED: gl.constexpr = rings.buckets is not None
-    if OPTIONS.bias is not None and not STORED:
-        block_bias, _ = bias_block(bias, rows.first, BLOCK, True, OPTIONS.bias)
-    if not STORED:
-        scores = mma_abt(keys.k, q, block_bias)
+    if OPTIONS.bias is not None:
+        stored = None
+        if rings.buckets is not None:
+            stored = stored_buckets(
+                rings, rings.q, step, rows.first, consumer, OPTIONS.consumers, BLOCK, True
+            )
+        block_bias, _ = bias_block(bias, rows.first, BLOCK, True, OPTIONS.bias, stored)
+    scores = mma_abt(keys.k, q, block_bias)
     do = consumer_wait(rings.do, step)
     dp = mma_abt(keys.v, do)
-    if STORED:  # found while the other MMA runs. A sum after both would take more registers
-        stored = stored_buckets(
-            rings, rings.q, step, rows.first, consumer, OPTIONS.consumers, BLOCK, True
-        )
-        block_bias, _ = bias_block(bias, rows.first, BLOCK, True, OPTIONS.bias, stored)
-        scores = mma_abt(keys.k, q, block_bias)
-        scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
-    else:
-        scores = warpgroup_mma_wait(1, deps=(scores,))
+    scores = warpgroup_mma_wait(1, deps=(scores,))
     p, dact = weights_of_keys(scores, rings, step, keys.column, rows, scale, OPTIONS, MASKED)
     p = to_mma_operand(p, do.dtype, WIDTH)
     dv = warpgroup_mma(p, do, dv, is_async=True)

@@ -161,18 +161,18 @@ def _dq_block(
             zero_tail(k, position.num_keys, tail, consumer, OPTIONS.consumers)
     block_bias, buckets = None, None
     STORED: gl.constexpr = rings.buckets is not None
-    if OPTIONS.bias is not None and not STORED:
-        block_bias, buckets = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
+    if OPTIONS.bias is not None:
+        stored = None
+        if STORED:
+            stored = stored_buckets(
+                rings, rings.k, step, 0, consumer, OPTIONS.consumers, k.shape[0], False
+            )
+        block_bias, buckets = bias_block(
+            bias, position.column, k.shape[0], False, OPTIONS.bias, stored
+        )
     scores = mma_abt(rows.q, k, block_bias, 1, OPTIONS.head_dim)
     dp = mma_abt(rows.do, consumer_wait(rings.v, step), None, 1, OPTIONS.v_dim)
-    if STORED:  # found while both MMAs run
-        stored = stored_buckets(
-            rings, rings.k, step, 0, consumer, OPTIONS.consumers, k.shape[0], False
-        )
-        block_bias, _ = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias, stored)
     scores = warpgroup_mma_wait(num_parts(k.shape[1], OPTIONS.v_dim), deps=(scores,))
-    if STORED:
-        scores += block_bias
     _, dact = weights(scores, rows.lse[:, None], scale, OPTIONS)
     if WAITS_AHEAD:
         wait_until_full(rings.k, step + 1, more)
