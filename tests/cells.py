@@ -165,6 +165,17 @@ def bias_cells() -> Iterator[Cell]:
     table = (  # bias, head dim, activation, mask, dtype, other options
         ("both", 64, "softmax", None, "bfloat16", dict(query_times=True, timestamps="huge")),
         ("both", 64, "silu", "hstu", "bfloat16", dict(buckets=128)),
+        ("both", 64, "silu", "hstu", "bfloat16", dict(buckets=128, schedule=True)),
+        (
+            "both",
+            128,
+            "softmax",
+            "causal",
+            "float16",
+            dict(schedule=True, query_times=True, query_shift=True, timestamps="huge"),
+        ),
+        ("both", 128, "silu", "causal", "bfloat16", dict(schedule=True, buckets=128)),
+        ("time", 64, "softmax", None, "bfloat16", dict(schedule=True, timestamps="unsorted")),
         ("both", 128, "silu", None, "bfloat16", dict(buckets=128, query_shift=True)),
         (
             "both",
@@ -222,7 +233,8 @@ def bias_cells() -> Iterator[Cell]:
                 "jagged_attention",
                 dtype,
                 f"D{dim}",
-                f"{bias} bias {activation} {mask or 'full'} {implementation}",
+                f"{bias} bias {activation} {mask or 'full'} {implementation}"
+                + " stored" * others.get("schedule", False),
                 lengths,
                 **options,
             )

@@ -108,6 +108,10 @@ from .tile_source import (
 )
 
 
+import os
+AFTER = gl.constexpr({"none": 0, "stored": 1, "all": 2}[os.environ.get("BIAS_AFTER", "stored")])
+
+
 class _Visit(NamedTuple):
     """A consumer's work on a tile: the blocks of keys from the `skipped`-th to the last visited
     one.
@@ -281,7 +285,7 @@ def _next_block(
     else:
         k = consumer_wait(rings.k, step)
     block_bias = None
-    STORED: gl.constexpr = rings.buckets is not None
+    STORED: gl.constexpr = (rings.buckets is not None and AFTER >= 1) or (OPTIONS.bias is not None and AFTER == 2)
     if OPTIONS.bias is not None and not STORED:
         block_bias = _bias_block(
             rings, visit, step, position.column, consumer, OPTIONS, k.shape[0]
