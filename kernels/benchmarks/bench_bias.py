@@ -44,7 +44,7 @@ from jagged_modules import functional as F
 NO_BIAS: tuple[str, ...] = ()
 POSITION = ("position",)
 POSITION_AND_TIME = ("position", "time")
-FLEX = "flex_attention, position"
+FLEX = "flex_attention"
 NUM_BUCKETS = 128
 # mean and standard deviation of the logarithm of the seconds between two events
 LOG_SECONDS = (6.0, 2.0)
@@ -84,17 +84,26 @@ def random_timestamps(lengths: Tensor) -> Tensor:
     return torch.cat([x.cumsum(0) for x in steps.split(lengths.tolist())])
 
 
-def flex_with_position(
-    q: Tensor, k: Tensor, v: Tensor, position: Tensor, block_mask, scale: float
+def flex_with_tables(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    time: Tensor | None = None,
+    *,
+    buckets: Tensor,
+    block_mask,
+    scale: float,
 ) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     middle = position.shape[0] // 2
 
-    def add_position(score, batch, head, i, j):
-        return score + position[j - i + middle]
+    def add_tables(score, batch, head, i, j):
+        score = score + position[j - i + middle]
+        return score if time is None else score + time[buckets[batch, i, j].int()]
 
-    return flex_attention(q, k, v, score_mod=add_position, block_mask=block_mask, scale=scale)
+    return flex_attention(q, k, v, score_mod=add_tables, block_mask=block_mask, scale=scale)
 
 
 # -- one shape -------------------------------------------------------------------------------------
@@ -291,9 +300,9 @@ class Problem:
 
         return self.on_padded(tables, forward)
 
-    def flex(self) -> Implementation:
-        """flex_attention; its score_mod adds the position table. The block mask, made beforehand,
-        also hides padded queries."""
+    def flex(self, tables: tuple[str, ...]) -> Implementation:
+        """flex_attention, whose score_mod adds the tables. The buckets of all pairs, a byte each,
+        and the block mask, which also hides padded queries, are made beforehand."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         lengths = self.offsets.diff()
@@ -308,9 +317,13 @@ class Problem:
         block_mask = create_block_mask(
             mask, batch, None, self.longest, self.longest, device=self.inputs["q"].device
         )
-        return self.on_padded(
-            POSITION, flex_with_position, block_mask=block_mask, scale=self.function.scale
+        u, t = (
+            pad(x[:, None], self.valid)[..., 0] for x in (self.next_timestamps, self.timestamps)
         )
+        distances = (u[:, :, None] - t[:, None, :]).abs()
+        buckets = torch.bucketize(distances, self.boundaries, right=True).to(torch.uint8)
+        options = dict(buckets=buckets, block_mask=block_mask, scale=self.function.scale)
+        return self.on_padded(tables, flex_with_tables, **options)
 
 
 def biases(problem: Callable[[], Problem]) -> Setup:
@@ -329,7 +342,10 @@ def biases(problem: Callable[[], Problem]) -> Setup:
     }
     # elsewhere flex_attention has no backward
     if problem.device == "cuda" and problem.function.activation == "softmax":
-        implementations[FLEX] = problem.flex
+        implementations |= {
+            name_of(FLEX, tables): partial(problem.flex, tables)
+            for tables in (POSITION, POSITION_AND_TIME)
+        }
     return problem.setup(implementations)
 
 

@@ -514,10 +514,13 @@ BOUNDARIES = {
 @pytest.mark.parametrize(
     "boundaries, dim", list(zip(BOUNDARIES.values(), [64, 128] * 2)), ids=BOUNDARIES
 )
+@pytest.mark.parametrize("stored", [False, True], ids=["", "stored"])
 @pytest.mark.parametrize("kernels", ["triton", "hopper"], indirect=True)
-def test_buckets_are_exact_at_all_boundaries(offsets, kernels, boundaries, dim, order):
+def test_buckets_are_exact_at_all_boundaries(offsets, kernels, boundaries, dim, order, stored):
     """Each result is the bias alone, and the table's gradient the number of scores in each bucket:
-    integers that bf16 and fp32 hold."""
+    integers that bf16 and fp32 hold. stored: with a schedule of known lengths."""
+    if stored and kernels == "triton":
+        pytest.skip("only Hopper's kernels read stored buckets")
     distances = torch.cat(
         [boundaries - 1, boundaries, boundaries + 1, torch.tensor([0, 1, 7])]
     ).repeat(3)
@@ -540,15 +543,18 @@ def test_buckets_are_exact_at_all_boundaries(offsets, kernels, boundaries, dim, 
         for n in (3 * len(distances), 3, 3)
     )
     v[..., 0] = 1
-    segments = offsets([len(distances)] * 3, "cuda"), offsets([1, 1, 1], "cuda")
+    lengths = [len(distances)] * 3, [1, 1, 1]
+    sizes = dict(num_heads=1, num_kv_heads=1, head_dim=dim, dtype=q.dtype)
+    schedule = host_schedule(*map(torch.tensor, lengths), **sizes) if stored else None
     out = F.jagged_attention(
         q,
         k.requires_grad_(),
         v,
-        *segments,
+        *(offsets(x, "cuda") for x in lengths),
         activation="identity",
         scale=1.0,
         bias=bias,
+        schedule=schedule,
         implementation=kernels,
     )
     assert torch.equal(out[:, 0, 0].cpu().long(), buckets.repeat(3))

@@ -75,6 +75,9 @@ BUFFERS = {
     ("small dq of a bias", 128): 97,
     ("small fwd of times", 64): 72.125,
     ("small fwd of times", 128): 96.125,
+    ("small fwd of stored times", 64): 85,
+    ("small dq of stored times", 128): 102,
+    ("small dkdv of few rows and stored times", 64): 69,
 }
 
 FAST_IN_BFLOAT16 = [
@@ -333,13 +336,17 @@ def test_each_activation_compiles(activation, dtype):
         ("dq of a bias", 128, "softmax", "none", 2),
         ("fwd of times", 64, "softmax", "none", 1),
         ("fwd of times", 128, "silu", "hstu", 1),
+        ("fwd of stored times", 64, "silu", "hstu", 1),
+        ("dq of stored times", 128, "softmax", "none", 2),
+        ("dkdv of few rows and stored times", 64, "silu", "hstu", 1),
     ],
 )
 def test_hopper_attention_kernels_of_small_tiles_compile(name, dim, activation, mask, group):
     """As many thread blocks as the configuration says fit a multiprocessor: its shared memory, of
     which each takes 1 KiB more, and its registers."""
     kernel = name.split()[0]
-    bias = BIASES["both"] if "times" in name else BIASES["position"] if "bias" in name else None
+    of_times = "stored" if "stored" in name else "both"
+    bias = BIASES[of_times] if "times" in name else BIASES["position"] if "bias" in name else None
     config = small_hopper_config(
         kernel, dim, bias is not None, "times" in name, few_rows="few rows" in name
     )
@@ -419,6 +426,10 @@ def test_hopper_attention_kernels_compile_with_keys_in_pages(
         (128, "bf16", "both", "softmax", "none", 1),
         (96, "fp16", "all", "gelu_tanh", "semi-local", 1),
         (128, "bf16", "both", "silu", "hstu", 4),
+        (64, "bf16", "stored", "silu", "hstu", 2),
+        (128, "fp16", "stored", "silu", "window", 1),
+        (128, "bf16", "stored times", "softmax", "none", 1),
+        (64, "fp16", "stored times", "gelu_tanh", "semi-local", 1),
     ],
 )
 @pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
@@ -429,6 +440,8 @@ def test_hopper_attention_kernels_with_a_bias_compile(
         name, dim, dtype, activation, MASKS[mask], group=group, bias=BIASES[bias]
     )
     assert compiled.metadata.shared <= 227 * 1024
+    if "stored" in bias:
+        assert spilled_bytes(compiled.asm["cubin"]) <= 320
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"]
     if name == "dq":  # the gradients of both tables are added without results
@@ -625,6 +638,7 @@ def test_hopper_attention_kernel_of_grouped_keys_compiles(dim):
         (2, 128, "gelu_tanh", "none", None),
         (3, 256, "gelu_tanh", "grouped", None),
         (2, 64, "softmax", "grouped", "both"),
+        (2, 64, "softmax", "grouped", "stored"),
         (3, 64, "silu", "none", "all"),
         (2, 128, "gelu_tanh", "grouped", "position"),
     ],

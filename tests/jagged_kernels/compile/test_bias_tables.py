@@ -5,7 +5,11 @@ from marks import diagonal_first, slow_after
 
 pytest.importorskip("triton")
 
-from jagged_kernels.attention.bias_kernels import bias_tables_kernel, sum_tables_kernel
+from jagged_kernels.attention.bias_kernels import (
+    bias_tables_kernel,
+    stored_buckets_kernel,
+    sum_tables_kernel,
+)
 from jagged_kernels.attention.params import BiasKind
 
 from .ahead_of_time import BIASES, bias_types, compile_for
@@ -35,6 +39,20 @@ def test_bias_tables_kernel_compiles(capability, kind, num_boundaries, entries):
     constants |= {} if entries else dict(q_offsets_ptr=None, kv_offsets_ptr=None)
     assert compile_for(
         capability, bias_tables_kernel, constants, type_of, aligned=(), num_warps=8
+    ).asm["cubin"]
+
+
+@slow_after(2, "kind, capability", diagonal_first(["both", "time", "all"], CAPABILITIES))
+def test_stored_buckets_kernel_compiles(capability, kind):
+    def type_of(arg):
+        types = dict(
+            q_offsets_ptr="*i32", kv_offsets_ptr="*i64", first_blocks_ptr="*i32", buckets_ptr="*u8"
+        )
+        return types.get(arg, bias_types(arg, KINDS[kind], scratch=False, entries=False))
+
+    constants = dict(KIND=KINDS[kind])
+    assert compile_for(
+        capability, stored_buckets_kernel, constants, type_of, num_warps=4
     ).asm["cubin"]
 
 
