@@ -124,8 +124,9 @@ def test_what_runs_on_cuda(lengths, monkeypatch, run_setup):
     )
     problem.device = "cuda"
     setup = bench.biases(lambda: problem)
-    assert list(setup.implementations) == [*GRADIENTS, bench.FLEX]
-    *others, _ = run_setup(setup)
+    flex = {bench.name_of(bench.FLEX, x): x for x in (bench.POSITION, bench.POSITION_AND_TIME)}
+    assert list(setup.implementations) == [*GRADIENTS, *flex]
+    *others, _, _ = run_setup(setup)
     assert [row["status"] for row in others] == ["ok"] * len(GRADIENTS)
     assert [row["note"] for row in others] == [""] * 3 + ["padded inputs, compiled"] * 2
 
@@ -135,9 +136,13 @@ def test_what_runs_on_cuda(lengths, monkeypatch, run_setup):
         lambda **tensors: {name: x.detach().contiguous() for name, x in tensors.items()},
     )
     monkeypatch.setattr(problem, "tables", {name: x.detach() for name, x in problem.tables.items()})
-    (row,) = run_setup(problem.setup({bench.FLEX: problem.flex}))
-    assert row["status"] == "ok", row
-    assert set(row["forward_errors"]) == {f"out/position {b}" for b in problem.samples}
+    rows = run_setup(
+        problem.setup({name: partial(problem.flex, tables) for name, tables in flex.items()})
+    )
+    for row, tables in zip(rows, flex.values(), strict=True):
+        assert row["status"] == "ok", row
+        part = " and ".join(tables)
+        assert set(row["forward_errors"]) == {f"out/{part} {b}" for b in problem.samples}
 
 
 def test_timestamps_increase_within_segments_and_queries_know_the_next():

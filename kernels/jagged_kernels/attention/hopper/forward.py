@@ -171,15 +171,14 @@ def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
     # in the order of their use: the keys of a block before the values of the one before it
     for number in range(count + 1):
         if number < count:
-            block = visited_block(number, blocks)
             producer_load(
                 rings.k, kernel.k_desc, step + number, tile.head // OPTIONS.group,
-                _key_row(kernel, tile, block * BLOCK, OPTIONS), BYTES,
+                _key_row(kernel, tile, visited_block(number, blocks) * BLOCK, OPTIONS), BYTES,
             )  # fmt: skip
             if kernel.buckets_desc is not None:
                 load_buckets(
-                    rings.k, rings.buckets, kernel.buckets_desc, step + number, first + block,
-                    stride, CONSUMERS,
+                    rings.k, rings.buckets, kernel.buckets_desc, step + number,
+                    first + visited_block(number, blocks), stride, CONSUMERS,
                 )  # fmt: skip
         if number > 0:
             producer_load(
