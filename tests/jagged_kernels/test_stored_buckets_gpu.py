@@ -1,5 +1,5 @@
-"""Attention on a GPU with stored buckets of a time bias. Their kernel and how long they are kept is in
-interpreter/test_stored_buckets.py, accuracy in test_cells_gpu.py."""
+"""Attention on a GPU with stored buckets of a time bias. Their kernel, and how long they are kept:
+interpreter/test_stored_buckets.py. Accuracy: test_cells_gpu.py."""
 
 import dataclasses
 

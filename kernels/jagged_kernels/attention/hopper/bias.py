@@ -3,6 +3,9 @@
 A block of position biases has one value per diagonal. A thread holds scores of two rows, 8 apart,
 and of pairs of columns, 8 apart: its scores lie on about half as many diagonals, each of which it
 loads once, in pairs. Their addresses differ by constants.
+
+Buckets of times are found for each block, or they are stored (stored_buckets.py): TMA then brings a
+block's with the rows that the tile loops over, and a consumer looks the values up in shared memory.
 """
 
 from __future__ import annotations

@@ -26,6 +26,9 @@ delta with softmax only:
                   2; blocks of 128 rows: q and dO 2 × 16
     small tiles:  97.5 = q 3 × 8 + dO 3 × 8 + k 2 × 8 + v 2 × 8 + epilogue 2 × 8 + lse, delta 1.5
     of few rows:  56.75 = q 3 × 4 + dO 3 × 4 + k 8 + v 8 + epilogue 2 × 8 + lse, delta .75
+    with a time table, at 128: 193, q 2 × 16 + dO 2 × 16, and .125 more per consumer, for ranges of
+    buckets; with stored buckets, instead of ranges 4 more per consumer and stage of q, which a
+    barrier of q guards, and up to 2 per consumer for the time table
 
 Scores are computed transposed: Pᵀ and dSᵀ stay in registers, as first operands of the next MMAs.
 """

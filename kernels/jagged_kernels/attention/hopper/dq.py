@@ -26,7 +26,8 @@ Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments 
                 | 72 = q 8 + dO 8 + k 3 × 8 + v 3 × 8 + epilogue 8
     with a bias, 17 more per consumer, for sums of dS. At head dim 128, q and dO then have one
     buffer instead of two: 194; at 64: 219
-    with a time table, .125 more per consumer, for ranges of buckets; at 64, two consumers: 178.25
+    with a time table, .125 more per consumer, for ranges of buckets; at 64, two consumers: 178.25;
+    with stored buckets as in forward.py
     head dim 256: 224 = q 2 × 32 + dO 2 × 32 + k 2 × 32 + v 32; roles, registers and tile of 128. dQ
     is stored through the buffer of q, which the producer fills again only then. Up to 192, dQ is
     two tensors, of 128 and 64 columns: 96 registers instead of 128

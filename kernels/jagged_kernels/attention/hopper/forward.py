@@ -34,8 +34,11 @@ Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments 
                   blocks of 128 keys: 168, k 3 × 16 + v 3 × 16
     small tiles:  96 = q 16 + k 2 × 16 + v 2 × 16 + epilogue 16
                 | 56 = q 2 × 8 + k 2 × 8 + v 2 × 8 + epilogue 8
-    with a time table, .125 more per consumer, for ranges of buckets; at 64: 112.25 = q 2 × 2 × 8 +
-    k 4 × 8 + v 4 × 8 + epilogue 2 × 8, small tiles 72.125, k 3 × 8 + v 3 × 8
+    with a time table, .125 more per consumer, for ranges of buckets; at 128: 192.25, k 3 × 16 +
+    v 3 × 16; at 64: 112.25 = q 2 × 2 × 8 + k 4 × 8 + v 4 × 8 + epilogue 2 × 8, small tiles 72.125,
+    k 3 × 8 + v 3 × 8
+    with stored buckets, instead of ranges 4 more per consumer and stage of k, which a barrier of k
+    guards, and up to 2 per consumer for the time table
 
 Order of a consumer's loop (`_next_block`): start S = q kᵀ of a block; start O += P v of the
 previous block; wait for S; compute its P while the second MMA runs; wait for that MMA; rescale O.
