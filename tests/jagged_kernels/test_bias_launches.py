@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import jagged_modules as jm
 from jagged_modules import functional as F
+from jagged_modules.schedule import host_schedule
 
 pytest.importorskip("triton")
 
@@ -21,7 +22,9 @@ NOT_COUNTED = {
     "empty_strided",
     "fill_",
     "new_empty",
+    "as_strided",
     "promote_types",
+    "slice",
     "to",
     "zeros",
 }
@@ -70,3 +73,22 @@ def test_launches_of_a_bias(offsets, implementation):
     )
     assert forward - plain_forward == Counter(bias_tables_kernel=1)
     assert backward - plain_backward == Counter(bias_tables_kernel=1, sum_tables_kernel=1, zero_=2)
+
+
+def test_buckets_are_stored_once_for_all_layers(offsets):
+    """In the first forward, if the host knows the lengths: other layers and the backwards launch
+    nothing for buckets. Boundaries of equal values are as good as the same."""
+    q, k, v = torch.randn(190, 3, 4, 64).bfloat16().requires_grad_().unbind(1)
+    lengths, segments, times = torch.tensor([100, 90]), offsets([100, 90]), torch.arange(190)
+    sizes = dict(num_heads=4, num_kv_heads=4, head_dim=64, dtype=q.dtype)
+    schedule = host_schedule(lengths, lengths, capability=(9, 0), **sizes)
+    with recorded_launches() as launches:
+        for _ in range(2):
+            table = torch.randn(4, 21).requires_grad_()
+            boundaries = jm.RelativeBias.log_boundaries(20)
+            bias = jm.RelativeBias(time=table, timestamps=times, boundaries=boundaries)
+            options = dict(activation="silu", bias=bias, schedule=schedule)
+            F.jagged_attention(q, k, v, segments, **options).sum().backward()
+    launched = Counter(x.kernel for x in launches)
+    assert launched["attention_fwd_hopper_kernel"] == launched["attention_bwd_dq_hopper_kernel"] == 2
+    assert launched["stored_buckets_kernel"] == 1
