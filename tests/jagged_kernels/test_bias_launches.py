@@ -90,5 +90,7 @@ def test_buckets_are_stored_once_for_all_layers(offsets):
             options = dict(activation="silu", bias=bias, schedule=schedule)
             F.jagged_attention(q, k, v, segments, **options).sum().backward()
     launched = Counter(x.kernel for x in launches)
-    assert launched["attention_fwd_hopper_kernel"] == launched["attention_bwd_dq_hopper_kernel"] == 2
+    assert (
+        launched["attention_fwd_hopper_kernel"] == launched["attention_bwd_dq_hopper_kernel"] == 2
+    )
     assert launched["stored_buckets_kernel"] == 1

@@ -51,9 +51,9 @@ def test_stored_buckets_kernel_compiles(capability, kind):
         return types.get(arg, bias_types(arg, KINDS[kind], scratch=False, entries=False))
 
     constants = dict(KIND=KINDS[kind])
-    assert compile_for(
-        capability, stored_buckets_kernel, constants, type_of, num_warps=4
-    ).asm["cubin"]
+    assert compile_for(capability, stored_buckets_kernel, constants, type_of, num_warps=4).asm[
+        "cubin"
+    ]
 
 
 @slow_after(4, "kind, buckets, threads, capability", diagonal_first(SUMS, CAPABILITIES))

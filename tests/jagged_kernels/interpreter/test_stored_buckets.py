@@ -78,7 +78,9 @@ def check_buckets(call, q_lengths, kv_lengths):
         assert torch.equal(buckets_of(stored, b, q_len, kv_len), expected)
 
 
-@pytest.mark.parametrize("query_times, shift", [(False, None), (True, None), (False, [9, 0, -70, 3])])
+@pytest.mark.parametrize(
+    "query_times, shift", [(False, None), (True, None), (False, [9, 0, -70, 3])]
+)
 @pytest.mark.parametrize("boundaries", BOUNDARIES.values(), ids=BOUNDARIES)
 def test_buckets(boundaries, query_times, shift):
     lengths = [70, 0, 129, 5], [100, 3, 130, 64]
