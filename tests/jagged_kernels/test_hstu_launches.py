@@ -72,3 +72,19 @@ def test_modules_that_must_be_called(offsets, change):
 def test_batch_invariance_calls_the_modules(offsets):
     with jm.batch_invariant(True):
         assert not launched(offsets)
+
+
+def test_layers_share_the_buckets_of_their_times(offsets):
+    """Each has boundaries of its own, with equal values."""
+    config = jm.HSTUConfig(scaling_seqlen=100, relative_position=200, relative_time=20)
+    x = jm.Jagged(torch.randn(300, 128).bfloat16().requires_grad_(), offsets([100, 200]))
+    times = torch.arange(300)
+    layers = [jm.HSTULayer(128, 2, config).bfloat16() for _ in range(3)]
+    with recorded_launches() as launches:
+        for layer in layers:
+            x = layer(x, timestamps=times)
+        x.values.sum().backward()
+    launched = Counter(x.kernel for x in launches)
+    assert launched["attention_fwd_hopper_kernel"] == launched["attention_bwd_dq_hopper_kernel"]
+    assert launched["attention_fwd_hopper_kernel"] == len(layers)
+    assert launched["stored_buckets_kernel"] == 1

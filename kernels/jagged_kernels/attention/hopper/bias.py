@@ -449,7 +449,9 @@ def stored_buckets(
 
 
 @gluon.jit
-def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIND: gl.constexpr, stored=None):
+def bias_block(
+    bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIND: gl.constexpr, stored=None
+):
     """The bias `[64, COLUMNS]` of a consumer's rows, and of COLUMNS keys from `first` on, divided
     by the scale, and with a time table its Buckets. TRANSPOSED: the rows are the keys, and the
     columns query rows. stored: the block's buckets, if they are stored."""

@@ -349,7 +349,7 @@ def attention_bwd_dq_hopper_kernel(
     kernel = Kernel(
         args, schedule, rings, queue,
         Outputs(dq=Output(dq_desc, args.dq_ptr), buffers=buffers),
-        q_desc=q_desc, do_desc=do_desc, k_desc=k_desc, v_desc=v_desc,
-        buckets_desc=buckets_desc, bias=bias, ranges=make_ranges(CONSUMERS, OPTIONS.bias), sums=sums, scratch=scratch,
+        q_desc=q_desc, do_desc=do_desc, k_desc=k_desc, v_desc=v_desc, buckets_desc=buckets_desc,
+        bias=bias, ranges=make_ranges(CONSUMERS, OPTIONS.bias), sums=sums, scratch=scratch,
     )  # fmt: skip
     launch_specialised(_dq_consume, _dq_produce, kernel, OPTIONS)
