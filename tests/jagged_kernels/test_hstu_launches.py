@@ -78,6 +78,7 @@ def test_layers_share_the_buckets_of_their_times(offsets):
     """Each has boundaries of its own, with equal values."""
     config = jm.HSTUConfig(scaling_seqlen=100, relative_position=200, relative_time=20)
     x = jm.Jagged(torch.randn(300, 128).bfloat16().requires_grad_(), offsets([100, 200]))
+    assert x.host_lengths is not None  # noted before the offsets report another device
     times = torch.arange(300)
     layers = [jm.HSTULayer(128, 2, config).bfloat16() for _ in range(3)]
     with recorded_launches() as launches:
