@@ -420,8 +420,8 @@ def stored_buckets(
     rings, ring, step, first, consumer: gl.constexpr, CONSUMERS: gl.constexpr,
     COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """The stored buckets of a consumer's block in a full buffer of a ring, `[64, COLUMNS]`. Its
-    columns begin at `first`."""
+    """The stored buckets of a consumer's block in a full buffer of a ring, uint8 `[64, COLUMNS]`.
+    Its columns begin at `first`."""
     BYTES: gl.constexpr = _layout_of_bytes(COLUMNS, TRANSPOSED)
     slot = step % ring.buffers.shape[0]
     block = reinterpret(
@@ -436,13 +436,19 @@ def stored_buckets(
         buckets = block.slice(0, COLUMNS, 1).load(BYTES)
     else:
         buckets = block.slice(COLUMNS, COLUMNS, 1).load(BYTES)
+    return buckets
+
+
+@gluon.jit
+def as_integers(buckets):
+    """Stored buckets as int32, in mma_layout."""
     # A conversion of the type would take two instructions more for each.
     buckets = gl.inline_asm_elementwise(
         "prmt.b32 $0, $4, 0, 0x4440; prmt.b32 $1, $4, 0, 0x4441;"
         "prmt.b32 $2, $4, 0, 0x4442; prmt.b32 $3, $4, 0, 0x4443;",
         "=r,=r,=r,=r,r", [buckets], dtype=gl.int32, is_pure=True, pack=4,
     )  # fmt: skip
-    return gl.convert_layout(buckets, mma_layout(WARPGROUP_ROWS, COLUMNS))
+    return gl.convert_layout(buckets, mma_layout(WARPGROUP_ROWS, buckets.shape[1]))
 
 
 # -- blocks ----------------------------------------------------------------------------------------
@@ -468,11 +474,12 @@ def bias_block(
     else:
         block = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, L)
     if stored is not None:
-        found = gl.gather(bias.table, stored.reshape([WARPGROUP_ROWS * COLUMNS]), 0)
+        numbers = as_integers(stored).reshape([WARPGROUP_ROWS * COLUMNS])
+        found = gl.gather(bias.table, numbers, 0)
         block += gl.convert_layout(
             found.reshape([WARPGROUP_ROWS, COLUMNS]), L, assert_trivial=True
         )
-        buckets = Buckets(stored, 0, 0)
+        buckets = Buckets(first, first, first)  # the caller has them
     elif KIND.boundaries > 0:
         time, buckets = _time_block(bias, first, COLUMNS, TRANSPOSED, KIND)
         block += time
