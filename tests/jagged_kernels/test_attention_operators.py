@@ -25,7 +25,7 @@ def tensors(count):
 
 def full_call(flag):
     """With a value of its own in each field, and tiles."""
-    tables = tensors(8)
+    tables = tensors(10)
     params = AttentionParams(
         0.5, "silu", MaskParams(*range(10)), 0.25, flag, "hopper", 7, not flag, *tables, 0.125,
         *tensors(1),
@@ -51,7 +51,7 @@ def test_every_field_returns(flag):
     assert same(unpack(*pack(*given)), given)
     params = given[0].params
     assert None not in (*params, *given[0].segments, *given[1], *given[2])
-    assert len({id(x) for x in params if isinstance(x, torch.Tensor)}) == 9
+    assert len({id(x) for x in params if isinstance(x, torch.Tensor)}) == 11
 
 
 def test_what_is_left_out_returns():
