@@ -37,13 +37,11 @@ COLUMNS_OF_SCRATCH = gl.constexpr(128)  # a block of 64 by 64 has 127 diagonals
 
 class SumsOfTile(NamedTuple):
     """Where a consumer adds its rows' dS, times `factor`: its part of the position table at
-    distance 0, and of the time table, both at the tile's head, and its scratch memory. num_rows:
-    its rows in the segment."""
+    distance 0, and of the time table, both at the tile's head, and its scratch memory."""
 
     position_ptr: gl.tensor
     time_ptr: gl.tensor
     scratch: gl.shared_memory_descriptor
-    num_rows: gl.tensor
     factor: gl.tensor
 
 
@@ -82,7 +80,7 @@ def make_scratch(CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def sums_of_tile(sums, bias, scratch, part, head, num_rows, factor, KIND: gl.constexpr):
+def sums_of_tile(sums, bias, scratch, part, head, factor, KIND: gl.constexpr):
     """The SumsOfTile of a consumer; part: its number among all consumers of the grid."""
     position_ptr, time_ptr = 0, 0
     if KIND.position and not SHARED_SCRATCH:
@@ -96,17 +94,13 @@ def sums_of_tile(sums, bias, scratch, part, head, num_rows, factor, KIND: gl.con
             + part.to(gl.int64) * sums.time_stride
             + head.to(gl.int64) * sums.time_head_stride
         )
-    return SumsOfTile(position_ptr, time_ptr, scratch, num_rows, factor)
+    return SumsOfTile(position_ptr, time_ptr, scratch, factor)
 
 
 @gluon.jit
 def add_to_tables(ds, buckets, first, bias, sums, KIND: gl.constexpr):
     """Add a consumer's dS of the key block from `first` on, `[64, 64]`, to its sums. buckets: with
-    a time table, the block's Buckets."""
-    num_rows = gl.where(bias.of_tile.own > 0, sums.num_rows, 0)
-    if num_rows < WARPGROUP_ROWS:
-        rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, ds.type.layout))[:, None]
-        ds = gl.where(rows < num_rows, ds, 0.0)
+    a time table, the block's Buckets, or its stored buckets. dS of rows past the segment is 0."""
     if KIND.stored:
         if SUMS_NEW:
             _add_stored_buckets(ds, buckets, sums)
