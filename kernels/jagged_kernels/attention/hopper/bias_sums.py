@@ -37,11 +37,13 @@ COLUMNS_OF_SCRATCH = gl.constexpr(128)  # a block of 64 by 64 has 127 diagonals
 
 class SumsOfTile(NamedTuple):
     """Where a consumer adds its rows' dS, times `factor`: its part of the position table at
-    distance 0, and of the time table, both at the tile's head, and its scratch memory."""
+    distance 0, and of the time table, both at the tile's head, and its scratch memory. num_rows:
+    its rows in the segment."""
 
     position_ptr: gl.tensor
     time_ptr: gl.tensor
     scratch: gl.shared_memory_descriptor
+    num_rows: gl.tensor
     factor: gl.tensor
 
 
@@ -80,7 +82,7 @@ def make_scratch(CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def sums_of_tile(sums, bias, scratch, part, head, factor, KIND: gl.constexpr):
+def sums_of_tile(sums, bias, scratch, part, head, num_rows, factor, KIND: gl.constexpr):
     """The SumsOfTile of a consumer; part: its number among all consumers of the grid."""
     position_ptr, time_ptr = 0, 0
     if KIND.position and not SHARED_SCRATCH:
@@ -94,13 +96,17 @@ def sums_of_tile(sums, bias, scratch, part, head, factor, KIND: gl.constexpr):
             + part.to(gl.int64) * sums.time_stride
             + head.to(gl.int64) * sums.time_head_stride
         )
-    return SumsOfTile(position_ptr, time_ptr, scratch, factor)
+    return SumsOfTile(position_ptr, time_ptr, scratch, num_rows, factor)
 
 
 @gluon.jit
 def add_to_tables(ds, buckets, first, bias, sums, KIND: gl.constexpr):
     """Add a consumer's dS of the key block from `first` on, `[64, 64]`, to its sums. buckets: with
-    a time table, the block's Buckets, or its stored buckets. dS of rows past the segment is 0."""
+    a time table, the block's Buckets, or its stored buckets."""
+    num_rows = gl.where(bias.of_tile.own > 0, sums.num_rows, 0)
+    if num_rows < WARPGROUP_ROWS:
+        rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, ds.type.layout))[:, None]
+        ds = gl.where(rows < num_rows, ds, 0.0)
     if KIND.stored:
         if SUMS_NEW:
             _add_stored_buckets(ds, buckets, sums)
@@ -163,19 +169,19 @@ SUMS_NEW = gl.constexpr(os.environ.get("BIAS_SUMS", "new") == "new")
 
 
 @gluon.jit
-def _store_all_folded(scratch, ds):
+def _store_most_folded(scratch, columns, PARITY: gl.constexpr):
     """Add rows r and r + 8 of each warp, the latter moved by 8 columns so that diagonals meet, and
-    store the 72 columns of the sums from 56 on. A thread holds both rows."""
-    parts = ds.reshape([4, 2, 8, 2, 2, 2, 4, 2]).permute((0, 2, 6, 7, 5, 4, 3, 1))
-    upper, lower = gl.split(parts)
+    store the 72 columns of the sums from 56 on. A thread holds both rows. columns: the even or the
+    odd ones of a block, `[64, 32]`."""
+    upper, lower = gl.split(columns.reshape([4, 2, 8, 2, 2, 2, 4]).permute((0, 2, 6, 5, 4, 3, 1)))
     u = _column_groups(upper)
     v = _column_groups(lower)
     # One store for all but the first columns: Triton puts a barrier between any two.
     low = gl.join(gl.join(u[0] + v[1], u[1] + v[2]), gl.join(u[2] + v[3], u[3] + v[4]))
     high = gl.join(gl.join(u[4] + v[5], u[5] + v[6]), gl.join(u[6] + v[7], u[7]))
-    others = gl.join(low, high).permute((0, 1, 6, 5, 4, 2, 3))
-    scratch.slice(32, 32, 1).store(others.reshape([FOLDED_ROWS, 32, 2]))
-    scratch.slice(28, 4, 1).store(v[0].reshape([FOLDED_ROWS, 4, 2]))
+    others = gl.join(low, high).permute((0, 1, 5, 4, 3, 2)).reshape([FOLDED_ROWS, 32, 1])
+    scratch.slice(32, 32, 1).slice(PARITY, 1, 2).store(others)
+    scratch.slice(28, 4, 1).slice(PARITY, 1, 2).store(v[0].reshape([FOLDED_ROWS, 4, 1]))
 
 
 @gluon.jit
@@ -191,10 +197,11 @@ def _add_diagonals(ds, ptr, sums):
     if SHARED_SCRATCH:
         SHAPE: gl.constexpr = [FOLDED_ROWS, COLUMNS_OF_SCRATCH // 2, 2]
         written = reinterpret(sums.scratch, gl.float32, SHAPE, _padded(SHAPE, 1))
+        even, odd = gl.split(ds.reshape([WARPGROUP_ROWS, WARPGROUP_ROWS // 2, 2]))
         if FOLD_NEW:
-            _store_all_folded(written, ds)
+            _store_most_folded(written, even, 0)
+            _store_most_folded(written, odd, 1)
         else:
-            even, odd = gl.split(ds.reshape([WARPGROUP_ROWS, WARPGROUP_ROWS // 2, 2]))
             _store_folded(written, even, 0)
             _store_folded(written, odd, 1)
     else:

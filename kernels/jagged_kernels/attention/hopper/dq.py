@@ -68,7 +68,6 @@ from ...common.pipeline import (
     wait_for_tail,
     wait_until_full,
     zero_parts,
-    zero_rows,
     zero_tail,
 )
 from ...common.ptxas import safe_ptxas
@@ -193,8 +192,7 @@ def _dq_block(
             buckets = stored_buckets(
                 rings, rings.k, step, 0, consumer, OPTIONS.consumers, k.shape[0], False
             )
-        if bias.of_tile.own > 0:
-            add_to_tables(ds, buckets, position.column, bias, sums, OPTIONS.bias)
+        add_to_tables(ds, buckets, position.column, bias, sums, OPTIONS.bias)
     acc, _ = wait_for_parts(acc, (operand,))
     release(rings.k, step)
     return acc
@@ -213,7 +211,7 @@ def _rows_of_block(rows, rings, wave):
 
 
 @gluon.jit
-def _sums(kernel, tile, consumer: gl.constexpr, OPTIONS: gl.constexpr):
+def _sums(kernel, tile, num_rows, consumer: gl.constexpr, OPTIONS: gl.constexpr):
     """SumsOfTile of a consumer's rows."""
     scales = kernel.args
     factor = scales.dact_factor * output_factor(
@@ -222,7 +220,7 @@ def _sums(kernel, tile, consumer: gl.constexpr, OPTIONS: gl.constexpr):
     part = gl.program_id(0) * OPTIONS.consumers + consumer
     return sums_of_tile(
         kernel.sums, kernel.bias, kernel.scratch[consumer], part,
-        tile.head, factor, OPTIONS.bias,
+        tile.head, num_rows, factor, OPTIONS.bias,
     )  # fmt: skip
 
 
@@ -249,9 +247,6 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
     tail = Tail(rings.tail, tail_phase)
     if num_rows > 0:
         dropout = dropout_of_queries(scales, tile, first, OPTIONS)
-        if OPTIONS.has_sums and num_rows < WARPGROUP_ROWS:  # other rows add 0 to the sums
-            zero_rows(consumer_wait(rings.q, wave), num_rows, 0, 1)
-            zero_rows(consumer_wait(rings.do, wave), num_rows, 0, 1)
         lse = gl.arange(0, WARPGROUP_ROWS, layout=STATS)
         delta = lse
         if OPTIONS.activation is None:
@@ -269,7 +264,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
         if OPTIONS.bias is not None:
             bias = bias_of_queries(kernel, tile, first, consumer, OPTIONS.bias)
         if OPTIONS.has_sums:
-            sums = _sums(kernel, tile, consumer, OPTIONS)
+            sums = _sums(kernel, tile, num_rows, consumer, OPTIONS)
         tables = bias, sums
         for number in range(masked):
             key_block = visited_block(number, blocks)
