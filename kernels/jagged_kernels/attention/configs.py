@@ -202,9 +202,6 @@ def hopper_attention_config(
             )
         return two(block=64, stages=2, row_stages=1)
     # buckets take more registers than three warpgroups have
-    import os
-    if os.environ.get("BIAS_THREE") and timed and narrow and kernel == "fwd":
-        return three(block=64, stages=4, row_stages=2)
     if timed and narrow and kernel in ("fwd", "dq"):
         return two(block=64, stages=4, row_stages=2)
     if kernel == "dq":

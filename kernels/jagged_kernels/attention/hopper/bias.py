@@ -83,8 +83,7 @@ def _load_diagonals(columns, transposed):
         else:
             loaded[diagonal] = pair
             lines.append(
-                f"ld.global.nc.v2.f32 {{${pair[0]}, ${pair[1]}}},"
-                f" [${registers} + {4 * diagonal}];"
+                f"ld.global.nc.v2.f32 {{${pair[0]}, ${pair[1]}}}, [${registers} + {4 * diagonal}];"
             )
     return "\n".join(lines)
 
@@ -476,9 +475,7 @@ def bias_block(
     if stored is not None:
         numbers = as_integers(stored).reshape([WARPGROUP_ROWS * COLUMNS])
         found = gl.gather(bias.table, numbers, 0)
-        block += gl.convert_layout(
-            found.reshape([WARPGROUP_ROWS, COLUMNS]), L, assert_trivial=True
-        )
+        block += gl.convert_layout(found.reshape([WARPGROUP_ROWS, COLUMNS]), L, assert_trivial=True)
         buckets = Buckets(first, first, first)  # the caller has them
     elif KIND.boundaries > 0:
         time, buckets = _time_block(bias, first, COLUMNS, TRANSPOSED, KIND)

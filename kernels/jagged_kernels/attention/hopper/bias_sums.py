@@ -9,8 +9,7 @@ element there is only ever added to by one consumer, in the order of its blocks,
 deterministic.
 
 Sums of the time table's buckets are each thread's own. Neighbouring scores of a row are mostly in
-one bucket: a thread sums them before it adds. In a block of few buckets, it sums each bucket. Of
-stored buckets, it sums eight scores at a time where they have equal ones.
+one bucket: a thread sums them before it adds. In a block of few buckets, it sums each bucket.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from ...common.gluon_api import reinterpret, reinterprets_padding, thread_barrier
 from ...common.pipeline import WARPGROUP_ROWS
 from ..bias import first_entry
-from .bias import of_each_consumer
+from .bias import as_integers, of_each_consumer
 
 THREADS = 128  # of a consumer
 # buckets in a block up to which dS is summed for one after the other
@@ -108,11 +107,7 @@ def add_to_tables(ds, buckets, first, bias, sums, KIND: gl.constexpr):
         rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, ds.type.layout))[:, None]
         ds = gl.where(rows < num_rows, ds, 0.0)
     if KIND.stored:
-        if SUMS_NEW:
-            _add_stored_buckets(ds, buckets, sums)
-        else:
-            wide = gl.convert_layout(buckets.to(gl.int32), ds.type.layout)
-            _add_runs_of_buckets(ds * sums.factor, wide, sums.time_ptr)
+        _add_runs_of_buckets(ds * sums.factor, as_integers(buckets), sums.time_ptr)
         thread_barrier()  # all warps have read the buckets
     if KIND.position:
         _add_diagonals(
@@ -163,27 +158,6 @@ def _store_folded(scratch, columns, PARITY: gl.constexpr):
         )
 
 
-import os
-FOLD_NEW = gl.constexpr(os.environ.get("BIAS_FOLD", "new") == "new")
-SUMS_NEW = gl.constexpr(os.environ.get("BIAS_SUMS", "new") == "new")
-
-
-@gluon.jit
-def _store_most_folded(scratch, columns, PARITY: gl.constexpr):
-    """Add rows r and r + 8 of each warp, the latter moved by 8 columns so that diagonals meet, and
-    store the 72 columns of the sums from 56 on. A thread holds both rows. columns: the even or the
-    odd ones of a block, `[64, 32]`."""
-    upper, lower = gl.split(columns.reshape([4, 2, 8, 2, 2, 2, 4]).permute((0, 2, 6, 5, 4, 3, 1)))
-    u = _column_groups(upper)
-    v = _column_groups(lower)
-    # One store for all but the first columns: Triton puts a barrier between any two.
-    low = gl.join(gl.join(u[0] + v[1], u[1] + v[2]), gl.join(u[2] + v[3], u[3] + v[4]))
-    high = gl.join(gl.join(u[4] + v[5], u[5] + v[6]), gl.join(u[6] + v[7], u[7]))
-    others = gl.join(low, high).permute((0, 1, 5, 4, 3, 2)).reshape([FOLDED_ROWS, 32, 1])
-    scratch.slice(32, 32, 1).slice(PARITY, 1, 2).store(others)
-    scratch.slice(28, 4, 1).slice(PARITY, 1, 2).store(v[0].reshape([FOLDED_ROWS, 4, 1]))
-
-
 @gluon.jit
 def _add_diagonals(ds, ptr, sums):
     """ptr: to the sum of the block's first row and first column. Column s of the scratch, read in
@@ -198,12 +172,8 @@ def _add_diagonals(ds, ptr, sums):
         SHAPE: gl.constexpr = [FOLDED_ROWS, COLUMNS_OF_SCRATCH // 2, 2]
         written = reinterpret(sums.scratch, gl.float32, SHAPE, _padded(SHAPE, 1))
         even, odd = gl.split(ds.reshape([WARPGROUP_ROWS, WARPGROUP_ROWS // 2, 2]))
-        if FOLD_NEW:
-            _store_most_folded(written, even, 0)
-            _store_most_folded(written, odd, 1)
-        else:
-            _store_folded(written, even, 0)
-            _store_folded(written, odd, 1)
+        _store_folded(written, even, 0)
+        _store_folded(written, odd, 1)
     else:
         rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, ds.type.layout))[:, None]
         columns = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(0, ds.type.layout))[None, :]
@@ -295,80 +265,6 @@ def _sums_of_thread(ds, ptr):
     columns = gl.arange(0, ds.shape[1], layout=gl.SliceLayout(0, L))[None, :]
     thread = ((rows >> 4) * 8 + (rows & 7)) * 4 + ((columns & 6) >> 1)
     return (ptr + thread).to(gl.int64)
-
-
-@gluon.constexpr_function
-def _add_groups():
-    """PTX that adds a thread's scores to its sums of each bucket. It sums runs of equal buckets in
-    registers: eight scores at a time, of two rows and four columns, if each thread of a warp has
-    eight equal buckets. Inputs: dS and the buckets in the order of their bytes in memory, the
-    address of the sum of bucket 0, and the factor of dS."""
-    ds, words, ptr, factor = 32, 64, 72, 104
-
-    def add(score):
-        """A score, or a sum of scores, of bucket `next`."""
-        return [
-            "setp.ne.s32 ends, next, bucket;",
-            "@ends red.relaxed.gpu.global.add.f32 [address], run;",
-            "selp.f32 run, 0f00000000, run, ends;",
-            "mov.b32 bucket, next;",
-            f"mad.wide.u32 address, bucket, {4 * THREADS}, ${ptr};",
-            f"fma.rn.f32 run, {score}, ${factor}, run;",
-        ]
-
-    lines = [
-        "{ .reg .pred other, ends; .reg .b64 address; .reg .f32 run, sum;",
-        ".reg .b32 bucket, next, all;",
-        f"and.b32 bucket, ${words}, 255;",
-        f"mad.wide.u32 address, bucket, {4 * THREADS}, ${ptr};",
-        "mov.f32 run, 0f00000000;",
-    ]
-    for group in range(4):
-        first, second = words + 2 * group, words + 2 * group + 1
-        scores = [ds + 8 * group + i for i in range(8)]
-        lines += [
-            f"prmt.b32 all, ${first}, 0, 0x0000;",
-            f"setp.ne.s32 other, ${first}, all;",
-            f"setp.ne.or.s32 other, ${second}, all, other;",
-            "vote.sync.any.pred other, other, 0xffffffff;",
-            f"@other bra ONE_BY_ONE{group};",
-            f"add.f32 sum, ${scores[0]}, ${scores[1]};",
-            *(f"add.f32 sum, sum, ${x};" for x in scores[2:]),
-            "and.b32 next, all, 255;",
-            *add("sum"),
-            f"bra DONE{group};",
-            f"ONE_BY_ONE{group}:",
-        ]
-        # later rows and earlier columns first: the distance falls along this order
-        for row, column in ((1, 0), (0, 0), (1, 1), (0, 1)):
-            for pair in (0, 1):
-                byte = row + 2 * column
-                lines += [
-                    f"prmt.b32 next, ${words + 2 * group + pair}, 0, 0x444{byte};",
-                    *add(f"${scores[byte + 4 * pair]}"),
-                ]
-        lines.append(f"DONE{group}:")
-    lines.append("red.relaxed.gpu.global.add.f32 [address], run;")
-    lines += [f"mov.b32 ${register}, 0;" for register in range(32)]
-    return "\n".join([*lines, "}"])
-
-
-@gluon.constexpr_function
-def _group_constraints():
-    inputs = ["f"] * 32 + ["r"] * 8 + ["l"] * 32 + ["f"] * 32
-    return ",".join(["=r"] * 32 + inputs)
-
-
-@gluon.jit
-def _add_stored_buckets(ds, buckets, sums):
-    """Each thread adds its scores' dS to its own sums. buckets: uint8, in bias.layout_of_bytes."""
-    L: gl.constexpr = buckets.type.layout
-    ptrs = gl.convert_layout(_sums_of_thread(ds, sums.time_ptr), L)
-    factor = gl.full(ds.shape, 0.0, gl.float32, L) + sums.factor
-    gl.inline_asm_elementwise(
-        _add_groups(), _group_constraints(), [gl.convert_layout(ds, L), buckets, ptrs, factor],
-        dtype=gl.int32, is_pure=False, pack=32,
-    )  # fmt: skip
 
 
 @gluon.jit

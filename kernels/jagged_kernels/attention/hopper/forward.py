@@ -111,10 +111,6 @@ from .tile_source import (
 )
 
 
-import os
-AFTER = gl.constexpr({"none": 0, "stored": 1, "all": 2}[os.environ.get("BIAS_AFTER", "stored")])
-
-
 class _Visit(NamedTuple):
     """A consumer's work on a tile: the blocks of keys from the `skipped`-th to the last visited
     one.
@@ -287,21 +283,17 @@ def _next_block(
     else:
         k = consumer_wait(rings.k, step)
     block_bias = None
-    STORED: gl.constexpr = (rings.buckets is not None and AFTER >= 1) or (OPTIONS.bias is not None and AFTER == 2)
+    STORED: gl.constexpr = rings.buckets is not None
     if OPTIONS.bias is not None and not STORED:
-        block_bias = _bias_block(
-            rings, visit, step, position.column, consumer, OPTIONS, k.shape[0]
-        )
+        block_bias = _bias_block(rings, visit, step, position.column, consumer, OPTIONS, k.shape[0])
     scores = _start_scores(q, k, block_bias, OPTIONS)
     acc = mma_parts(p, consumer_wait(rings.v, step - 1).slice(0, p.shape[1]), state.acc)
     if STORED:  # found while both MMAs run
-        block_bias = _bias_block(
-            rings, visit, step, position.column, consumer, OPTIONS, k.shape[0]
-        )
+        block_bias = _bias_block(rings, visit, step, position.column, consumer, OPTIONS, k.shape[0])
     scores = warpgroup_mma_wait(len(acc), deps=(scores,))
     if STORED:
         scores += block_bias
-        thread_barrier()
+        thread_barrier()  # all warps have read the buckets
     release(rings.k, step)
     new_p, state, rescale = attention_weights(scores, position, state, visit.scale, OPTIONS, MASKED)
     new_p = drop_by_queries(new_p, position)
