@@ -9,7 +9,8 @@ element there is only ever added to by one consumer, in the order of its blocks,
 deterministic.
 
 Sums of the time table's buckets are each thread's own. Neighbouring scores of a row are mostly in
-one bucket: a thread sums them before it adds. In a block of few buckets, it sums each bucket.
+one bucket: a thread sums them before it adds. In a block of few buckets, it sums each bucket. Of
+stored buckets, it sums eight scores at a time where a warp's threads have eight equal ones.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from ...common.gluon_api import reinterpret, reinterprets_padding, thread_barrier
 from ...common.pipeline import WARPGROUP_ROWS
 from ..bias import first_entry
-from .bias import as_integers, of_each_consumer
+from .bias import of_each_consumer
 
 THREADS = 128  # of a consumer
 # buckets in a block up to which dS is summed for one after the other
@@ -107,7 +108,7 @@ def add_to_tables(ds, buckets, first, bias, sums, KIND: gl.constexpr):
         rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, ds.type.layout))[:, None]
         ds = gl.where(rows < num_rows, ds, 0.0)
     if KIND.stored:
-        _add_runs_of_buckets(ds * sums.factor, as_integers(buckets), sums.time_ptr)
+        _add_stored_buckets(ds, buckets, sums)
         thread_barrier()  # all warps have read the buckets
     if KIND.position:
         _add_diagonals(
@@ -257,6 +258,80 @@ def _sums_of_thread(ds, ptr):
     columns = gl.arange(0, ds.shape[1], layout=gl.SliceLayout(0, L))[None, :]
     thread = ((rows >> 4) * 8 + (rows & 7)) * 4 + ((columns & 6) >> 1)
     return (ptr + thread).to(gl.int64)
+
+
+@gluon.constexpr_function
+def add_groups():
+    """PTX that adds a thread's scores to its sums of each bucket. It sums runs of equal buckets in
+    registers: eight scores at a time, of two rows and four columns, if each thread of a warp has
+    eight equal buckets. Inputs: dS and the buckets in the order of their bytes in memory, the
+    address of the sum of bucket 0, and the factor of dS."""
+    ds, words, ptr, factor = 32, 64, 72, 104
+
+    def add(score):
+        """A score, or a sum of scores, of bucket `next`."""
+        return [
+            "setp.ne.s32 ends, next, bucket;",
+            "@ends red.relaxed.gpu.global.add.f32 [address], run;",
+            "selp.f32 run, 0f00000000, run, ends;",
+            "mov.b32 bucket, next;",
+            f"mad.wide.u32 address, bucket, {4 * THREADS}, ${ptr};",
+            f"fma.rn.f32 run, {score}, ${factor}, run;",
+        ]
+
+    lines = [
+        "{ .reg .pred other, ends; .reg .b64 address; .reg .f32 run, sum;",
+        ".reg .b32 bucket, next, all;",
+        f"and.b32 bucket, ${words}, 255;",
+        f"mad.wide.u32 address, bucket, {4 * THREADS}, ${ptr};",
+        "mov.f32 run, 0f00000000;",
+    ]
+    for group in range(4):
+        first, second = words + 2 * group, words + 2 * group + 1
+        scores = [ds + 8 * group + i for i in range(8)]
+        lines += [
+            f"prmt.b32 all, ${first}, 0, 0x0000;",
+            f"setp.ne.s32 other, ${first}, all;",
+            f"setp.ne.or.s32 other, ${second}, all, other;",
+            "vote.sync.any.pred other, other, 0xffffffff;",
+            f"@other bra ONE_BY_ONE{group};",
+            f"add.f32 sum, ${scores[0]}, ${scores[1]};",
+            *(f"add.f32 sum, sum, ${x};" for x in scores[2:]),
+            "and.b32 next, all, 255;",
+            *add("sum"),
+            f"bra DONE{group};",
+            f"ONE_BY_ONE{group}:",
+        ]
+        # later rows and earlier columns first: the distance falls along this order
+        for row, column in ((1, 0), (0, 0), (1, 1), (0, 1)):
+            for pair in (0, 1):
+                byte = row + 2 * column
+                lines += [
+                    f"prmt.b32 next, ${words + 2 * group + pair}, 0, 0x444{byte};",
+                    *add(f"${scores[byte + 4 * pair]}"),
+                ]
+        lines.append(f"DONE{group}:")
+    lines.append("red.relaxed.gpu.global.add.f32 [address], run;")
+    lines += [f"mov.b32 ${register}, 0;" for register in range(32)]
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _group_constraints():
+    inputs = ["f"] * 32 + ["r"] * 8 + ["l"] * 32 + ["f"] * 32
+    return ",".join(["=r"] * 32 + inputs)
+
+
+@gluon.jit
+def _add_stored_buckets(ds, buckets, sums):
+    """Each thread adds its scores' dS to its own sums. buckets: uint8, in bias.layout_of_bytes."""
+    L: gl.constexpr = buckets.type.layout
+    ptrs = gl.convert_layout(_sums_of_thread(ds, sums.time_ptr), L)
+    factor = gl.full(ds.shape, 0.0, gl.float32, L) + sums.factor
+    gl.inline_asm_elementwise(
+        add_groups(), _group_constraints(), [gl.convert_layout(ds, L), buckets, ptrs, factor],
+        dtype=gl.int32, is_pure=False, pack=32,
+    )  # fmt: skip
 
 
 @gluon.jit
