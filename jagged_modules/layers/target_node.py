@@ -7,6 +7,14 @@ Rows and parameters are cast once, to the dtype of the GEMMs; rows behind the la
 cleared in the same pass. Queries are grouped by user after their projection. The attention's
 backward writes the gradients of k and v as one tensor, that of their projection. The gradients of
 rows and of weights leave their GEMM in the rows' and the weights' dtype.
+
+On the CPU, where each user has one candidate, the history is not projected:
+
+    scale · q (W_k x + b_k) = scale · (W_kᵀ q) x + c,  Σ p (W_v x + b_v) = W_v (Σ p x) + b_v Σ p
+
+c is a constant of the segment, which softmax takes away. So attention reads the history's rows
+themselves. Each user has a query and a sum of rows for each head, which are projected. A row takes
+2 · H · E multiplications forward; its projection alone would take 2 · E².
 """
 
 from __future__ import annotations
@@ -19,13 +27,14 @@ from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor, nn
 
 from ..cpu.order import by_length, rows_back
+from ..cpu.pooling import pool, pooled_gradients
 from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
 from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import runs_kernels, with_zero_tail
 from ..masks import AttentionMask
 from ..segments import RowSegments, are_single, values_are_checkable
-from .one_candidate import attend_without_projection, has_one_candidate_each
+from ..settings import is_batch_invariant
 from .one_node import (
     cast,
     dropout_gradient,
@@ -70,8 +79,8 @@ def target_node(
 ) -> Tensor:
     """The layer's result for the rows of these targets of one level, in the operands' dtype.
     linears: its projections. history: `[L, E]`."""
-    if history.is_cpu and has_one_candidate_each(layer, given, history, dtype):
-        return attend_without_projection(layer, given, history)
+    if history.is_cpu and _has_one_candidate_each(layer, given, history, dtype):
+        return _attend_without_projection(layer, given, history)
     schedule = given.levels[0].schedule(layer.num_heads, layer.head_dim, dtype)
     dropout = in_training(layer.dropout, layer.dropout.p)
     of_weights = in_training(layer, layer.attention_dropout)
@@ -250,3 +259,54 @@ def in_order(x: Tensor, order: Tensor | None, out: Tensor | None = None) -> Tens
     ordered = rows[order] if x.is_cuda else rows.index_select(0, order)
     ordered = ordered if single else ordered.view(x.shape)
     return ordered if out is None else out.copy_(ordered)  # graphs take no strided `out=`
+
+
+def _has_one_candidate_each(
+    layer: JaggedTargetAttention, given: Targets, history: Tensor, dtype: torch.dtype
+) -> bool:
+    """Whether `_attend_without_projection` computes the layer on the CPU, and takes less time than
+    projections of the history `[L, E]`: with few heads, whose products are no GEMM, and with more
+    rows than users. dtype: of the projections."""
+    (level,) = given.levels
+    if history.dtype != dtype or dtype.itemsize < 4:
+        return False
+    if in_training(layer, layer.attention_dropout) or is_batch_invariant():
+        return False
+    offsets = level.keys.offsets
+    num_users, width = offsets.shape[0] - 1, history.shape[1]
+    if 8 * layer.num_heads > width + 32 or history.shape[0] < 4 * num_users:
+        return False
+    return values_are_checkable(offsets) and are_single(level.queries.offsets, offsets)
+
+
+def _attend_without_projection(
+    layer: JaggedTargetAttention, given: Targets, history: Tensor
+) -> Tensor:
+    """The layer's result for targets, of which each user has one, and their histories `[L, E]`."""
+    heads, (level,), kv_proj = layer.num_heads, given.levels, layer.kv_proj
+    q = level.grouped(torch.unflatten(layer.q_proj(given.rows), -1, (heads, -1)))
+    weights = torch.unflatten(kv_proj.weight, 0, (2, heads, -1))  # [2, H, D, E]
+    biases = torch.unflatten(kv_proj.bias, 0, (2, heads, 1, -1))
+    of_keys = q.transpose(0, 1) @ weights[0]  # [H, B, E]
+    offsets = level.keys.offsets
+    sums = apply(_Pooled, of_keys, history.contiguous(), offsets, q.shape[2] ** -0.5)
+    out = torch.baddbmm(biases[1], sums, weights[1].mT)
+    out = out.masked_fill((offsets.diff() == 0)[:, None], 0).transpose(0, 1)
+    return layer.out_proj(layer.dropout(level.ungrouped(out).flatten(-2)))
+
+
+class _Pooled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, x: Tensor, offsets: Tensor, scale: float) -> Tensor:
+        u, lse = pool(q.detach(), x.detach(), offsets, scale)
+        ctx.save_for_backward(u, lse, q, x, offsets)
+        ctx.scale = scale
+        return u
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, du: Tensor) -> tuple[Tensor | None, ...]:
+        u, lse, q, x, offsets = ctx.saved_tensors
+        operands, wanted = (q.detach(), x.detach()), ctx.needs_input_grad[:2]
+        gradients = pooled_gradients(du, (u, lse), operands, offsets, ctx.scale, wanted)
+        return *gradients, None, None

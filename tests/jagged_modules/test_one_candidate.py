@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import jagged_modules as jm
 from jagged_modules.cpu import pooling
-from jagged_modules.layers import one_candidate, target_node
+from jagged_modules.layers import target_node
 
 LENGTHS = [3, 0, 50, 1, 50, 17, 0]
 OFFSETS = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -18,13 +18,13 @@ USERS = torch.tensor([4, 0, 6, 2, 1, 5, 3])
 @pytest.fixture
 def pooled(monkeypatch):
     """The sizes of the calls that do not project the history."""
-    found, pool = [], one_candidate.pool
+    found, pool = [], target_node.pool
 
     def counted(q, x, *others):
         found.append((tuple(q.shape), tuple(x.shape)))
         return pool(q, x, *others)
 
-    monkeypatch.setattr(one_candidate, "pool", counted)
+    monkeypatch.setattr(target_node, "pool", counted)
     return found
 
 
@@ -49,7 +49,7 @@ def test_results_are_those_with_projections(monkeypatch, pooled, heads, width, s
     given = *inputs(width=width, target_dim=10), None if in_order else USERS
     found = results(layer, *given)
     assert pooled == [((heads, 7, width), (sum(LENGTHS), width))]
-    monkeypatch.setattr(target_node, "has_one_candidate_each", lambda *_: False)
+    monkeypatch.setattr(target_node, "_has_one_candidate_each", lambda *_: False)
     torch.testing.assert_close(found, results(layer, *given))
     assert len(pooled) == 1
 

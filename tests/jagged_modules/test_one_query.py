@@ -49,7 +49,7 @@ def test_accuracy(monkeypatch, chunks, dtype, size):
 def test_results_are_those_of_groups(monkeypatch, chunks):
     """In float64, of a layer too, with targets in any order. It projects the history, as of few
     rows."""
-    monkeypatch.setattr(target_node, "has_one_candidate_each", lambda *_: False)
+    monkeypatch.setattr(target_node, "_has_one_candidate_each", lambda *_: False)
     layer = jm.JaggedTargetAttention(16, 2).double()
     targets, history = (torch.randn(n, 16, dtype=torch.float64) for n in (7, sum(LENGTHS)))
     users = torch.tensor([4, 0, 6, 2, 1, 5, 3])
