@@ -28,7 +28,7 @@ def pooled(monkeypatch):
     return found
 
 
-def inputs(dtype=torch.float64, width=16, target_dim=16):
+def inputs(dtype=torch.float64, width=32, target_dim=32):
     shapes = (len(LENGTHS), 1, target_dim), (sum(LENGTHS), width)
     return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
 
@@ -49,7 +49,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("heads, width", [(1, 16), (5, 30), (8, 64)])
+@pytest.mark.parametrize("heads, width", [(1, 32), (5, 40), (8, 64)])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("share", [shares.SHARE, 1000])
 def test_results_are_those_with_projections(monkeypatch, pooled, heads, width, form, share):
@@ -66,9 +66,9 @@ def test_results_are_those_with_projections(monkeypatch, pooled, heads, width, f
 
 
 def test_targets_in_a_container(monkeypatch, pooled):
-    layer = jm.JaggedTargetAttention(16, 2).double()
+    layer = jm.JaggedTargetAttention(32, 2).double()
     _, history = inputs()
-    rows, offsets = torch.randn(9, 16, dtype=torch.float64), [0, 2, 3, 3, 5, 6, 8, 9]
+    rows, offsets = torch.randn(9, 32, dtype=torch.float64), [0, 2, 3, 3, 5, 6, 8, 9]
     targets = jm.Jagged(rows.requires_grad_(), torch.tensor(offsets))
 
     def found():
@@ -84,10 +84,10 @@ def test_targets_in_a_container(monkeypatch, pooled):
 
 @pytest.mark.parametrize("lengths", [[4] * 6, [9, 2, 2, 1, 0, 7]])
 def test_histories_that_are_sorted_already(monkeypatch, pooled, lengths):
-    layer = jm.JaggedTargetAttention(16, 2).double()
+    layer = jm.JaggedTargetAttention(32, 2).double()
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    history = torch.randn(sum(lengths), 16, dtype=torch.float64)[:, ::1].requires_grad_()
-    targets = torch.randn(6, 1, 16, dtype=torch.float64)
+    history = torch.randn(sum(lengths), 32, dtype=torch.float64).requires_grad_()
+    targets = torch.randn(6, 1, 32, dtype=torch.float64)
 
     def found():
         out = layer(targets, (history, offsets))
@@ -127,7 +127,7 @@ def test_accuracy(pooled):
 
 @pytest.mark.parametrize("name", ["targets", "history", "q_proj.weight", "kv_proj.bias"])
 def test_what_requires_no_gradient_gets_none(pooled, name):
-    layer = jm.JaggedTargetAttention(16, 2).double()
+    layer = jm.JaggedTargetAttention(32, 2).double()
     targets, history = inputs()
     named = dict(targets=targets, history=history) | dict(layer.named_parameters())
     expected = dict(zip(named, results(layer, targets, history)[1:]))
@@ -140,7 +140,7 @@ def test_what_requires_no_gradient_gets_none(pooled, name):
 
 @pytest.mark.parametrize("name", ["targets", "history"])
 def test_values_that_are_not_finite_stay_in_their_segment(pooled, name):
-    layer = jm.JaggedTargetAttention(16, 2).double()
+    layer = jm.JaggedTargetAttention(32, 2).double()
     given = dict(zip(("targets", "history"), inputs()))
     clean = results(layer, *given.values(), None)[:3]
     own = dict(targets=2, history=slice(10, 12))
@@ -159,12 +159,14 @@ def test_other_calls_project_the_history(pooled):
         layer(*given)
         assert not pooled
 
-    layer, dropped = (jm.JaggedTargetAttention(16, 2, attention_dropout=x) for x in (0, 0.1))
+    layer, dropped = (jm.JaggedTargetAttention(32, 2, attention_dropout=x) for x in (0, 0.1))
     targets, history = inputs(torch.float32)
     rows = (history, OFFSETS)
-    call(layer, targets.expand(7, 9, 16), rows)  # many queries for each user
+    call(layer, targets.expand(7, 9, 32), rows)  # many queries for each user
     call(dropped, targets, rows)
-    call(jm.JaggedTargetAttention(16, 16), targets, rows)  # many heads
+    call(jm.JaggedTargetAttention(32, 32), targets, rows)  # many heads
+    narrow = [x[..., :16] for x in (targets, history)]
+    call(jm.JaggedTargetAttention(16, 2), narrow[0], (narrow[1], OFFSETS))
     call(layer, targets, (history[:12], torch.arange(8).clamp(max=6) * 2))  # few rows
     with jm.batch_invariant(True):
         call(layer, targets, rows)
@@ -175,7 +177,7 @@ def test_other_calls_project_the_history(pooled):
 
 
 def test_a_second_derivative_raises(pooled):
-    layer, (targets, history) = jm.JaggedTargetAttention(16, 2).double(), inputs()
+    layer, (targets, history) = jm.JaggedTargetAttention(32, 2).double(), inputs()
     out = layer(targets, (history, OFFSETS))
     (dx,) = torch.autograd.grad(out.sum(), history, create_graph=True)
     with pytest.raises(RuntimeError, match="not differentiable twice"):
@@ -184,9 +186,9 @@ def test_a_second_derivative_raises(pooled):
 
 def test_memory(pooled):
     """Neither keys and values nor a query for each row: less than the history's projection."""
-    layer = jm.JaggedTargetAttention(16, 2)
-    history, offsets = torch.randn(4096, 16, requires_grad=True), torch.arange(0, 4097, 64)
-    targets = torch.randn(64, 1, 16)
+    layer = jm.JaggedTargetAttention(32, 2)
+    history, offsets = torch.randn(4096, 32, requires_grad=True), torch.arange(0, 4097, 64)
+    targets = torch.randn(64, 1, 32)
 
     def step():
         layer(targets, (history, offsets)).sum().backward()
@@ -195,4 +197,4 @@ def test_memory(pooled):
     with torch.profiler.profile(profile_memory=True) as profile:
         step()
     sizes = [x.cpu_memory_usage for x in profile.events()]
-    assert len(pooled) == 2 and max(sizes) < 4096 * 32 * 4
+    assert len(pooled) == 2 and max(sizes) < 4096 * 64 * 4
