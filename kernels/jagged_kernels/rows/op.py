@@ -229,16 +229,33 @@ def triton_gate(
     Returns:
         `[L, 3 W]` in a's dtype, and mean and rstd of a as in `triton_row_norm`.
     """
+    out, *_ = _gate_fake(u, a, weight, bias, seed, dropout, eps, groups, rms)
+    return out, *_write_gate(out, u, a, weight, bias, seed, dropout, eps, groups, rms)
+
+
+def _write_gate(
+    out: Tensor,
+    u: Tensor,
+    a: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    dropout: float,
+    eps: float,
+    groups: int,
+    rms: bool,
+) -> tuple[Tensor, Tensor]:
+    """Write out, of any row stride. Returns mean and rstd."""
     u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()
-    out, mean, rstd = _gate_fake(u, a, weight, bias, seed, dropout, eps, groups, rms)
+    mean, rstd = _statistics_fake(a, groups, rms)
     if out.numel():
-        launch = _Launch.of(a.shape[1], (eps, groups, rms), u, a)
+        launch = _Launch.of(a.shape[1], (eps, groups, rms), u, a, out)
         tensors = Gate(u, a, None if rms else mean, rstd, weight, _contiguous(bias), seed)
         gate_fwd_kernel[(cdiv(a.shape[0], launch.config.rows), groups)](
             tensors, out, a.shape[0], _threshold(dropout), launch.strides,
             **launch.constants(),
         )  # fmt: skip
-    return out, mean, rstd
+    return mean, rstd
 
 
 def _gate_linear_backward_fake(
@@ -299,26 +316,30 @@ def triton_gate_linear_backward(
         return tuple(x.zero_() for x in results)
     u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()
     (rows, width), groups, du = a.shape, rstd.shape[1], grads[:, : a.shape[1]]
-    wide = None
-    if rows > dout.shape[0]:
-        wide = dout.new_empty(rows, dout.shape[1], dtype=a.dtype)
-        zeroed_behind(wide, dout.shape[0])
-    dout = kept_rows(dout, end, a.dtype, out=wide)
+    copy = None
+    if dout.dtype != a.dtype or end is not None or rows > dout.shape[0]:
+        has_room = dout.shape[1] <= width  # du is written last
+        copy = du[:, : dout.shape[1]] if has_room else a.new_empty((rows, dout.shape[1]))
+        zeroed_behind(copy, dout.shape[0])
+    dout = kept_rows(dout, end, a.dtype, out=copy)
     behind = grads[:, width : 4 * width]
-    dgated = behind if behind.shape[1] == 3 * width else a.new_empty((rows, 3 * width))
-    torch.mm(dout, projection, out=dgated)
-    launch = _Launch.of(width, (eps, groups, rms), u, a, dgated, du, da, elements=GATE_BACKWARD)
+    wide = behind if behind.shape[1] == 3 * width else a.new_empty((rows, 3 * width))
+    dprojection = a.new_empty(0, dtype=torch.float32)
+    if needs_projection:
+        if gated is None:
+            gated = wide
+            _write_gate(gated, u, a, weight, bias, seed, dropout, eps, groups, rms)
+        dprojection = _fp32_product(dout.t(), gated)
+    torch.mm(dout, projection, out=wide)
+    launch = _Launch.of(width, (eps, groups, rms), u, a, wide, du, da, elements=GATE_BACKWARD)
     programs = launch.programs(rows, groups, a.device)
     sums = _partial_sums(a, programs, rms)
     tensors = Gate(u, a, None if rms else mean, rstd, weight, _contiguous(bias), seed)
     gate_bwd_kernel[(programs, groups)](
-        tensors, GateGradients(dgated, du, da, sums[0], None if rms else sums[1]), rows,
-        _threshold(dropout), launch.strides,
-        RECOMPUTE=needs_projection and gated is None, **launch.constants(),
+        tensors, GateGradients(wide, du, da, sums[0], None if rms else sums[1]), rows,
+        _threshold(dropout), launch.strides, **launch.constants(),
     )  # fmt: skip
-    if not needs_projection:
-        return sums.sum(1), sums.new_empty(0)
-    return sums.sum(1), _fp32_product(dout.t(), dgated if gated is None else gated)
+    return sums.sum(1), dprojection
 
 
 def _fp32_product(x: Tensor, y: Tensor) -> Tensor:

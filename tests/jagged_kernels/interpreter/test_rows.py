@@ -158,6 +158,24 @@ def test_a_result_with_fewer_rows_than_its_gate(dtype, end):
     assert all(map(torch.equal, found, results(pad(dout, (0, 0, 0, 3)))))
 
 
+def test_the_gates_backward_takes_no_memory_of_the_size_of_its_rows(tensor_sizes):
+    """The copy of the result's gradient and what the forward gave are in columns of the results."""
+    from jagged_kernels.common.ops import bodies
+    from jagged_kernels.rows import op
+
+    u, a, weight = torch.randn(130, 32), torch.randn(130, 32), torch.randn(32)
+    dout, projection = torch.randn(120, 32), torch.randn(32, 96)
+    _, *statistics = op.triton_gate(u, a, weight, None, None, 0.0, *Norm())
+    for columns, made in ((128, 32 * 96), (32, 130 * 96)):
+        outs = [torch.empty(130, columns), a]
+        with tensor_sizes() as sizes:
+            bodies[op.triton_gate_linear_backward](
+                dout, None, [u, a, *statistics, weight], None, projection, None, 0.0, 1e-6, False,
+                outs, True,
+            )  # fmt: skip
+        assert max(sizes.made) == made < 130 * 32 or columns == 32
+
+
 @pytest.mark.parametrize("norm", [Norm(), Norm(groups=2), Norm(rms=True)], ids=str)
 def test_a_rows_nan_stays_there(norm):
     from jagged_kernels.rows import op
