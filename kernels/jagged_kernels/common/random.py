@@ -10,11 +10,15 @@ KEY_STEP = tl.constexpr(0x9E3779B9)
 
 
 @triton.jit
-def philox(low, high, key):
+def philox(low, high, key, WIDE: tl.constexpr = False):
     """Philox-2x32: two random 32-bit words for each counter (low, high), two uint32 tensors of one
-    shape."""
+    shape. WIDE: both words of a product by one instruction; the results are the same."""
     for _ in tl.static_range(ROUNDS):
-        upper = tl.umulhi(low, MULTIPLIER)
-        low, high = upper ^ key ^ high, tl.mul(low, MULTIPLIER, sanitize_overflow=False)
+        if WIDE:
+            product = tl.mul(low.to(tl.uint64), MULTIPLIER, sanitize_overflow=False)
+            low, high = (product >> 32).to(tl.uint32) ^ key ^ high, product.to(tl.uint32)
+        else:
+            upper = tl.umulhi(low, MULTIPLIER)
+            low, high = upper ^ key ^ high, tl.mul(low, MULTIPLIER, sanitize_overflow=False)
         key = tl.add(key, KEY_STEP, sanitize_overflow=False)
     return low, high

@@ -130,8 +130,11 @@ def kept_rows(
         order: `[rows]`, the row of x that each row of the copy has.
         out: the copy, of rows of any stride, and of others behind them; None: a new tensor.
     """
-    if offsets is None and not extra and added is None and order is None and out is None:
-        return x.to(dtype)
+    if offsets is None and not extra and added is None and order is None:
+        if out is None:
+            return x.to(dtype)
+        out[: x.shape[0]] = x
+        return out
     shape = (x.shape[0], x.shape[1] + extra) if extra else x.shape
     out = x.new_empty(shape, dtype=dtype) if out is None else out
     if x.numel() == 0:

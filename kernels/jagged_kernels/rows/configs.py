@@ -14,6 +14,9 @@ BIAS_COLUMNS = 32
 # Elements of a tile for each thread in the gate's backward, which holds seven tiles in registers.
 GATE_BACKWARD = 8
 
+# Elements of a gradient from which it is cast by halves: the copy takes half the memory.
+HALVED = 2**22
+
 
 @dataclasses.dataclass(frozen=True)
 class RowsConfig:

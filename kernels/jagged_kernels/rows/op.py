@@ -30,7 +30,7 @@ from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.device import cdiv, contiguous_last_dim, device_properties, row_strides, zeroed_behind
 from ..common.ops import operator
 from ..common.tail import kept_rows
-from .configs import GATE_BACKWARD, RowsConfig, rows_config
+from .configs import GATE_BACKWARD, HALVED, RowsConfig, rows_config
 from .triton_kernels import (
     RANDOM_NUMBERS,
     Gate,
@@ -229,33 +229,16 @@ def triton_gate(
     Returns:
         `[L, 3 W]` in a's dtype, and mean and rstd of a as in `triton_row_norm`.
     """
-    out, *_ = _gate_fake(u, a, weight, bias, seed, dropout, eps, groups, rms)
-    return out, *_write_gate(out, u, a, weight, bias, seed, dropout, eps, groups, rms)
-
-
-def _write_gate(
-    out: Tensor,
-    u: Tensor,
-    a: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    dropout: float,
-    eps: float,
-    groups: int,
-    rms: bool,
-) -> tuple[Tensor, Tensor]:
-    """Write out, of any row stride. Returns mean and rstd."""
     u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()
-    mean, rstd = _statistics_fake(a, groups, rms)
+    out, mean, rstd = _gate_fake(u, a, weight, bias, seed, dropout, eps, groups, rms)
     if out.numel():
-        launch = _Launch.of(a.shape[1], (eps, groups, rms), u, a, out)
+        launch = _Launch.of(a.shape[1], (eps, groups, rms), u, a)
         tensors = Gate(u, a, None if rms else mean, rstd, weight, _contiguous(bias), seed)
         gate_fwd_kernel[(cdiv(a.shape[0], launch.config.rows), groups)](
             tensors, out, a.shape[0], _threshold(dropout), launch.strides,
             **launch.constants(),
         )  # fmt: skip
-    return mean, rstd
+    return out, mean, rstd
 
 
 def _gate_linear_backward_fake(
@@ -316,30 +299,42 @@ def triton_gate_linear_backward(
         return tuple(x.zero_() for x in results)
     u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()
     (rows, width), groups, du = a.shape, rstd.shape[1], grads[:, : a.shape[1]]
-    copy = None
-    if dout.dtype != a.dtype or end is not None or rows > dout.shape[0]:
-        has_room = dout.shape[1] <= width  # du is written last
-        copy = du[:, : dout.shape[1]] if has_room else a.new_empty((rows, dout.shape[1]))
-        zeroed_behind(copy, dout.shape[0])
-    dout = kept_rows(dout, end, a.dtype, out=copy)
     behind = grads[:, width : 4 * width]
-    wide = behind if behind.shape[1] == 3 * width else a.new_empty((rows, 3 * width))
-    dprojection = a.new_empty(0, dtype=torch.float32)
-    if needs_projection:
-        if gated is None:
-            gated = wide
-            _write_gate(gated, u, a, weight, bias, seed, dropout, eps, groups, rms)
-        dprojection = _fp32_product(dout.t(), gated)
-    torch.mm(dout, projection, out=wide)
-    launch = _Launch.of(width, (eps, groups, rms), u, a, wide, du, da, elements=GATE_BACKWARD)
-    programs = launch.programs(rows, groups, a.device)
-    sums = _partial_sums(a, programs, rms)
+    dgated = behind if behind.shape[1] == 3 * width else a.new_empty((rows, 3 * width))
+    launch = _Launch.of(width, (eps, groups, rms), u, a, dgated, du, da, elements=GATE_BACKWARD)
+    is_halved = dout.dtype != a.dtype and end is None and dout.numel() >= HALVED
+    tiles = cdiv(rows, launch.config.rows)
+    tiles = cdiv(tiles, 2) if is_halved else tiles
+    size = tiles * launch.config.rows
+    programs = launch.programs(size, groups, a.device)
+    parts = range(0, rows, size)
+    sums = _partial_sums(a, len(parts) * programs, rms)
     tensors = Gate(u, a, None if rms else mean, rstd, weight, _contiguous(bias), seed)
-    gate_bwd_kernel[(programs, groups)](
-        tensors, GateGradients(wide, du, da, sums[0], None if rms else sums[1]), rows,
-        _threshold(dropout), launch.strides, **launch.constants(),
-    )  # fmt: skip
-    return sums.sum(1), dprojection
+    dprojection = None
+    for i, first in enumerate(parts):
+        part, of_part = slice(first, first + size), sums[:, i * programs : (i + 1) * programs]
+        rounded = _rounded_rows(dout[part], end, min(size, rows - first), a.dtype)
+        torch.mm(rounded, projection, out=dgated[part])
+        gate_bwd_kernel[(programs, groups)](
+            tensors,
+            GateGradients(dgated, du, da, of_part[0], None if rms else of_part[1]),
+            i * tiles, min(first + size, rows), _threshold(dropout), launch.strides,
+            RECOMPUTE=needs_projection and gated is None, **launch.constants(),
+        )  # fmt: skip
+        if needs_projection:
+            product = _fp32_product(rounded.t(), (dgated if gated is None else gated)[part])
+            dprojection = product if dprojection is None else dprojection.add_(product)
+        del rounded  # before the next one is made
+    return sums.sum(1), sums.new_empty(0) if dprojection is None else dprojection
+
+
+def _rounded_rows(x: Tensor, end: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
+    """x in this dtype, with 0 behind the end and in the rows that it does not have."""
+    out = None
+    if rows > x.shape[0]:
+        out = x.new_empty(rows, x.shape[1], dtype=dtype)
+        zeroed_behind(out, x.shape[0])
+    return kept_rows(x, end, dtype, out=out)
 
 
 def _fp32_product(x: Tensor, y: Tensor) -> Tensor:

@@ -244,7 +244,8 @@ def _random_words(seed, row, column):
     key = seed.to(tl.uint32)
     low = zeros + row.to(tl.uint32)[:, None]
     high = zeros + (column.to(tl.uint32) ^ (seed >> 32).to(tl.uint32))[None, :]
-    return philox(low, high, key)
+    # Products of 64 bits take registers, which wider rows lack.
+    return philox(low, high, key, column.shape[0] <= 2048)
 
 
 @triton.jit
@@ -265,7 +266,7 @@ def _kept(seed_ptr, threshold, tile, first):
 @triton.jit(do_not_specialize=["num_rows", "threshold"])
 def gate_fwd_kernel(tensors, out_ptr, num_rows, threshold, strides, OPTIONS: tl.constexpr):
     """out = dropout([silu(u) | a | silu(u) · norm(a)]) `[rows, 3 W]`, and the statistics of each
-    row and group of a. tensors: Gate, whose mean and rstd are results. strides: of u, a and out, in
+    row and group of a. tensors: Gate, whose mean and rstd are results. strides: of u and a, in
     units of `align` elements. Grid: tiles, groups."""
     DIM: tl.constexpr = OPTIONS.dim
     ALIGN: tl.constexpr = OPTIONS.align
@@ -283,18 +284,22 @@ def gate_fwd_kernel(tensors, out_ptr, num_rows, threshold, strides, OPTIONS: tl.
     if tensors.seed is not None:
         of_u, of_a, of_y = _kept(tensors.seed, threshold, tile, first)
         u, a, y = u * of_u, a * of_a, y * of_y
-    _store(out_ptr, strides[2] * ALIGN, tile, first, u)
-    _store(out_ptr, strides[2] * ALIGN, tile, width + first, a)
-    _store(out_ptr, strides[2] * ALIGN, tile, 2 * width + first, y)
+    _store(out_ptr, 3 * width, tile, first, u)
+    _store(out_ptr, 3 * width, tile, width + first, a)
+    _store(out_ptr, 3 * width, tile, 2 * width + first, y)
     _store_statistics(tensors.mean, tensors.rstd, mean, rstd, tile)
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["num_rows", "threshold"])
-def gate_bwd_kernel(tensors, grads, num_rows, threshold, strides, OPTIONS: tl.constexpr):
-    """du, da, which may replace a, and partial sums of the gradients of weight and bias. tensors:
-    Gate; grads: GateGradients. strides: of u, a, dout, du and da, in units of `align` elements.
-    Grid: programs, groups."""
+@triton.jit(do_not_specialize=["first_tile", "num_rows", "threshold"])
+def gate_bwd_kernel(
+    tensors, grads, first_tile, num_rows, threshold, strides,
+    RECOMPUTE: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """du, da, which may replace a, and partial sums of the gradients of weight and bias, of the
+    tiles from `first_tile` on. RECOMPUTE: the forward's out replaces dout. tensors: Gate; grads:
+    GateGradients. strides: of u, a, dout, du and da, in units of `align` elements. Grid: programs,
+    groups."""
     DIM: tl.constexpr = OPTIONS.dim
     ALIGN: tl.constexpr = OPTIONS.align
     ROWS: tl.constexpr = OPTIONS.rows
@@ -303,7 +308,7 @@ def gate_bwd_kernel(tensors, grads, num_rows, threshold, strides, OPTIONS: tl.co
     num_tiles = tl.cdiv(num_rows, ROWS)
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
-    for index in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    for index in range(first_tile + tl.program_id(0), num_tiles, tl.num_programs(0)):
         tile = _tile(index, num_rows, OPTIONS)
         u = _load(tensors.u, strides[0] * ALIGN, tile, first)
         a = _load(tensors.a, strides[1] * ALIGN, tile, first)
@@ -317,17 +322,23 @@ def gate_bwd_kernel(tensors, grads, num_rows, threshold, strides, OPTIONS: tl.co
             normed += _of_columns(tensors.bias, tile, first, DIM)[None, :]
         gate = tl.sigmoid(u)
         silu = u * gate
+        kept_silu, y = silu, silu * normed
         if tensors.seed is not None:
             of_u, of_a, of_y = _kept(tensors.seed, threshold, tile, first)
             du, da, dy = du * of_u, da * of_a, dy * of_y
+            kept_silu, a, y = silu * of_u, a * of_a, y * of_y
         dsilu = du + dy * normed
         dnormed = dy * silu
         da += _norm_gradient(dnormed * weight, xhat, rstd, OPTIONS)
-        tl.debug_barrier()  # all threads have read the elements of a that are replaced
+        tl.debug_barrier()  # all threads have read the elements of a and dout that are replaced
         _store(grads.du, strides[3] * ALIGN, tile, first, dsilu * gate * (1 + u * (1 - gate)))
         _store(grads.da, strides[4] * ALIGN, tile, first, da)
         dweight += dnormed * xhat
         dbias += dnormed
+        if RECOMPUTE:
+            _store(grads.dout, strides[2] * ALIGN, tile, first, kept_silu)
+            _store(grads.dout, strides[2] * ALIGN, tile, width + first, a)
+            _store(grads.dout, strides[2] * ALIGN, tile, 2 * width + first, y)
     _store_sums(grads.dweight, dweight, first, DIM)
     if grads.dbias is not None:
         _store_sums(grads.dbias, dbias, first, DIM)

@@ -18,7 +18,7 @@ from .ahead_of_time import compile_for
 FP32 = {"mean", "rstd", "dweight", "dbias", "weight", "bias"}
 
 
-def compile_rows(capability, kernel, dtype, dim, rms=False, dropout=True, align=8):
+def compile_rows(capability, kernel, dtype, dim, rms=False, dropout=True, align=8, recompute=True):
     """A compiled kernel; `dtype`: of the GEMMs' operands, next to fp32 rows."""
     config = rows_config(dim, *[GATE_BACKWARD] * (kernel is rows.gate_bwd_kernel))
     options = rows.Options(dim, rms, 1e-6, align, config.rows, config.block)
@@ -38,7 +38,7 @@ def compile_rows(capability, kernel, dtype, dim, rms=False, dropout=True, align=
         gate_fwd_kernel=dict(tensors=rows.Gate),
         gate_bwd_kernel=dict(tensors=rows.Gate, grads=rows.GateGradients),
     ).get(kernel.__name__, {})
-    strides = dict(row_norm_bwd_kernel=4, gate_fwd_kernel=3, gate_bwd_kernel=5)
+    strides = dict(row_norm_bwd_kernel=4, gate_fwd_kernel=2, gate_bwd_kernel=5)
 
     def type_of(arg):
         if arg in tuples:
@@ -47,7 +47,7 @@ def compile_rows(capability, kernel, dtype, dim, rms=False, dropout=True, align=
             return ("i32",) * strides[kernel.__name__]
         return pointer(arg.removesuffix("_ptr")) if arg.endswith("_ptr") else None
 
-    constants = dict(OPTIONS=options, EXTRA=32)
+    constants = dict(OPTIONS=options, RECOMPUTE=recompute, EXTRA=32)
     constants |= {f"{name}_ptr": None for name in absent}
     aligned = [x for x in kernel.arg_names if x.endswith("_ptr") and x not in constants]
     return compile_for(
@@ -80,8 +80,10 @@ def test_kernels_compile(kernel, dtype, rms, capability):
 @by_name
 def test_other_widths_compile(kernel, dim):
     align = 1 if dim == 27 else 8
-    for dropout in (True, False):
-        compiled = compile_rows(90, kernel, "bf16", dim, dropout=dropout, align=align)
+    for dropout, recompute in ((True, True), (False, False)):
+        compiled = compile_rows(
+            90, kernel, "bf16", dim, dropout=dropout, align=align, recompute=recompute
+        )
         assert spilled_bytes(compiled.asm["cubin"]) <= 64
 
 

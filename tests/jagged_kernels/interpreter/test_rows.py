@@ -1,12 +1,19 @@
 """Norms of rows and HSTU's gate in Triton's interpreter (fp32 and fp16; its bf16 arithmetic is
 wrong)."""
 
+import weakref
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from accuracy.rows import Norm
+from jagged_kernels.common.random import philox
 from marks import slow_after
 from torch import library
 from torch.nn.functional import pad
+
+from jagged_modules import dropout as definition
 
 from ..fixtures.rows import ACTIVATIONS, ROWS, by_width
 
@@ -88,6 +95,26 @@ def test_dropout_depends_on_seed_row_and_column():
     assert torch.equal(gate(30, torch.tensor(7), 0.5) != 0, first[:30])
 
 
+@triton.jit
+def _words_kernel(counters_ptr, words_ptr, WIDE: tl.constexpr):
+    i = tl.arange(0, 64)
+    low = tl.load(counters_ptr + i).to(tl.uint32)
+    high = tl.load(counters_ptr + 64 + i).to(tl.uint32)
+    key = tl.load(counters_ptr + 128 + i).to(tl.uint32)
+    low, high = philox(low, high, key, WIDE)
+    tl.store(words_ptr + i, low.to(tl.int64))
+    tl.store(words_ptr + 64 + i, high.to(tl.int64))
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_both_ways_to_multiply_give_the_published_words(wide):
+    counters = torch.randint(2**32, (3, 64))
+    counters[:, 0], counters[:, 1] = 0, 2**32 - 1
+    words = torch.empty(2, 64, dtype=torch.int64)
+    _words_kernel[(1,)](counters, words, wide)
+    assert torch.equal(words, torch.stack(definition._philox(*counters)))
+
+
 def test_everything_is_dropped():
     assert not gate(5, torch.tensor(7), 1.0).any()
 
@@ -158,22 +185,24 @@ def test_a_result_with_fewer_rows_than_its_gate(dtype, end):
     assert all(map(torch.equal, found, results(pad(dout, (0, 0, 0, 3)))))
 
 
-def test_the_gates_backward_takes_no_memory_of_the_size_of_its_rows(tensor_sizes):
-    """The copy of the result's gradient and what the forward gave are in columns of the results."""
-    from jagged_kernels.common.ops import bodies
+def test_a_gradient_that_is_cast_by_halves(check_gate, monkeypatch):
+    """One half's copy is free before the other's is made."""
     from jagged_kernels.rows import op
 
-    u, a, weight = torch.randn(130, 32), torch.randn(130, 32), torch.randn(32)
-    dout, projection = torch.randn(120, 32), torch.randn(32, 96)
-    _, *statistics = op.triton_gate(u, a, weight, None, None, 0.0, *Norm())
-    for columns, made in ((128, 32 * 96), (32, 130 * 96)):
-        outs = [torch.empty(130, columns), a]
-        with tensor_sizes() as sizes:
-            bodies[op.triton_gate_linear_backward](
-                dout, None, [u, a, *statistics, weight], None, projection, None, 0.0, 1e-6, False,
-                outs, True,
-            )  # fmt: skip
-        assert max(sizes.made) == made < 130 * 32 or columns == 32
+    copies, own = [], op.kept_rows
+
+    def noting(x, *args, **options):
+        assert all(copy() is None for _, copy in copies)
+        y = own(x, *args, **options)
+        copies.append((len(x), weakref.ref(y)))
+        return y
+
+    monkeypatch.setattr(op, "HALVED", 1)
+    monkeypatch.setattr(op, "kept_rows", noting)
+    for rows, dropout, halves in ((1, 0.0, [1]), (37, 0.0, [24, 13]), (130, 0.3, [72, 58])):
+        copies.clear()
+        check_gate(rows, 96, Norm(groups=3), FP16, "cpu", dropout)
+        assert [n for n, _ in copies] == halves * (len(copies) // len(halves))
 
 
 @pytest.mark.parametrize("norm", [Norm(), Norm(groups=2), Norm(rms=True)], ids=str)
