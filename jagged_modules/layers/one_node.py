@@ -128,6 +128,7 @@ def rounded_rows(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> int:
     is_copied = end is not None or x.dtype != dtype
     if not is_copied or is_recording(x.device):
         return x.shape[0]
+    # GEMMs of many rows take longer than cuBLAS's choices for more numbers of rows.
     return rounded_size(x.shape[0], 64 if x.numel() >= MANY else 16)
 
 

@@ -327,6 +327,12 @@ def test_batches_of_similar_sizes_have_gemms_of_the_same_shapes(nodes, rounded):
     assert found[0] == found[1] and len(found[0]) == 9 and len(nodes) == 2
 
 
+def test_many_rows_are_rounded_up_by_less():
+    for rows, expected in ((999, 1024), (95_939, 96_256)):
+        x = torch.empty(rows, 512, device="meta")
+        assert one_node.rounded_rows(x, None, torch.bfloat16) == expected
+
+
 def test_the_output_too_where_only_the_device_knows(
     nodes, rounded, only_the_device_knows, monkeypatch
 ):
