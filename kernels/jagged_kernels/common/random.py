@@ -10,15 +10,11 @@ KEY_STEP = tl.constexpr(0x9E3779B9)
 
 
 @triton.jit
-def philox(low, high, key, WIDE: tl.constexpr = False):
+def philox(low, high, key):
     """Philox-2x32: two random 32-bit words for each counter (low, high), two uint32 tensors of one
-    shape. WIDE: both words of a product by one instruction; the results are the same."""
+    shape."""
     for _ in tl.static_range(ROUNDS):
-        if WIDE:
-            product = tl.mul(low.to(tl.uint64), MULTIPLIER, sanitize_overflow=False)
-            low, high = (product >> 32).to(tl.uint32) ^ key ^ high, product.to(tl.uint32)
-        else:
-            upper = tl.umulhi(low, MULTIPLIER)
-            low, high = upper ^ key ^ high, tl.mul(low, MULTIPLIER, sanitize_overflow=False)
+        upper = tl.umulhi(low, MULTIPLIER)
+        low, high = upper ^ key ^ high, tl.mul(low, MULTIPLIER, sanitize_overflow=False)
         key = tl.add(key, KEY_STEP, sanitize_overflow=False)
     return low, high

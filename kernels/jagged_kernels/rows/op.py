@@ -21,6 +21,7 @@ may change between replays of a CUDA graph. p is rounded to a multiple of 2^-21.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.device import cdiv, contiguous_last_dim, device_properties, row_strides, zeroed_behind
 from ..common.ops import operator
 from ..common.tail import kept_rows
-from .configs import GATE_BACKWARD, HALVED, RowsConfig, rows_config
+from .configs import DROPOUT_WARPS, GATE_BACKWARD, HALVED, RowsConfig, rows_config
 from .triton_kernels import (
     RANDOM_NUMBERS,
     Gate,
@@ -302,6 +303,10 @@ def triton_gate_linear_backward(
     behind = grads[:, width : 4 * width]
     dgated = behind if behind.shape[1] == 3 * width else a.new_empty((rows, 3 * width))
     launch = _Launch.of(width, (eps, groups, rms), u, a, dgated, du, da, elements=GATE_BACKWARD)
+    recomputes = needs_projection and gated is None
+    if recomputes and seed is not None:
+        config = dataclasses.replace(launch.config, warps_per_sm=DROPOUT_WARPS)
+        launch = launch._replace(config=config)
     is_halved = dout.dtype != a.dtype and end is None and dout.numel() >= HALVED
     tiles = cdiv(rows, launch.config.rows)
     tiles = cdiv(tiles, 2) if is_halved else tiles
@@ -319,7 +324,7 @@ def triton_gate_linear_backward(
             tensors,
             GateGradients(dgated, du, da, of_part[0], None if rms else of_part[1]),
             i * tiles, min(first + size, rows), _threshold(dropout), launch.strides,
-            RECOMPUTE=needs_projection and gated is None, **launch.constants(),
+            RECOMPUTE=recomputes, **launch.constants(),
         )  # fmt: skip
         if needs_projection:
             product = _fp32_product(rounded.t(), (dgated if gated is None else gated)[part])

@@ -244,8 +244,7 @@ def _random_words(seed, row, column):
     key = seed.to(tl.uint32)
     low = zeros + row.to(tl.uint32)[:, None]
     high = zeros + (column.to(tl.uint32) ^ (seed >> 32).to(tl.uint32))[None, :]
-    # Products of 64 bits take registers, which wider rows lack.
-    return philox(low, high, key, column.shape[0] <= 2048)
+    return philox(low, high, key)
 
 
 @triton.jit

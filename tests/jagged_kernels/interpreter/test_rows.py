@@ -5,15 +5,10 @@ import weakref
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from accuracy.rows import Norm
-from jagged_kernels.common.random import philox
 from marks import slow_after
 from torch import library
 from torch.nn.functional import pad
-
-from jagged_modules import dropout as definition
 
 from ..fixtures.rows import ACTIVATIONS, ROWS, by_width
 
@@ -93,26 +88,6 @@ def test_dropout_depends_on_seed_row_and_column():
     )
     # a row's factors do not depend on the number of rows
     assert torch.equal(gate(30, torch.tensor(7), 0.5) != 0, first[:30])
-
-
-@triton.jit
-def _words_kernel(counters_ptr, words_ptr, WIDE: tl.constexpr):
-    i = tl.arange(0, 64)
-    low = tl.load(counters_ptr + i).to(tl.uint32)
-    high = tl.load(counters_ptr + 64 + i).to(tl.uint32)
-    key = tl.load(counters_ptr + 128 + i).to(tl.uint32)
-    low, high = philox(low, high, key, WIDE)
-    tl.store(words_ptr + i, low.to(tl.int64))
-    tl.store(words_ptr + 64 + i, high.to(tl.int64))
-
-
-@pytest.mark.parametrize("wide", [True, False])
-def test_both_ways_to_multiply_give_the_published_words(wide):
-    counters = torch.randint(2**32, (3, 64))
-    counters[:, 0], counters[:, 1] = 0, 2**32 - 1
-    words = torch.empty(2, 64, dtype=torch.int64)
-    _words_kernel[(1,)](counters, words, wide)
-    assert torch.equal(words, torch.stack(definition._philox(*counters)))
 
 
 def test_everything_is_dropped():
