@@ -131,7 +131,7 @@ def _fast_tanh(x):
 @triton.jit
 def _fast_sigmoid(score, scale):
     y = 0.5 + 0.5 * _fast_tanh(score * (0.5 * scale))
-    return y, y * (1.0 - y)
+    return y, y - y * y
 
 
 @triton.jit

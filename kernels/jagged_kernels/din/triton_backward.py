@@ -44,6 +44,7 @@ from .mlp import (
     load_events,
     load_keys,
     load_mlp,
+    load_pieces,
     load_query,
     load_vector,
     load_weight,
@@ -145,7 +146,7 @@ def din_bwd_dq_kernel(
         if OPTIONS.only < 0:
             _finish_row(query, products, da, weights[0], gradients, parts_ptr, row, OPTIONS)
     if SUMS:
-        _store_sums(gradients[6], sums, 0, OPTIONS)
+        _store_sums(gradients[6], sums, tables[0], 0, OPTIONS)
 
 
 @triton.jit
@@ -203,14 +204,22 @@ def _plus_sums(acc, sums):
 
 
 @triton.jit
-def _store_sums(ptr, sums, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
-    """Store rows of the program's part `[3, H]`."""
-    ptr += tl.program_id(0) * (3 * OPTIONS.hidden[LAYER])
+def _store_sums(ptr, sums, table, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
+    """Store rows of the program's part `[3, H]`, with the factors that they lack."""
+    UNITS: tl.constexpr = OPTIONS.hidden[LAYER]
+    ptr += tl.program_id(0) * (3 * UNITS)
+    slope = load_pieces(table, LAYER, OPTIONS)
+    rstd = load_pieces(table + 2 * UNITS, LAYER, OPTIONS)
     for row in tl.static_range(len(sums[0])):
         pieces = ()
         for i in tl.static_range(len(sums)):
-            pieces = pieces + (sums[i][row],)
-        store_pieces(ptr + row * OPTIONS.hidden[LAYER], total_sums(pieces), LAYER, OPTIONS)
+            total = tl.sum(tl.sum(sums[i][row], 1), 0)
+            if row > 0:
+                total *= 1.0 - slope[i]
+            if row == 2:
+                total *= rstd[i]
+            pieces = pieces + (total,)
+        store_pieces(ptr + row * UNITS, pieces, LAYER, OPTIONS)
 
 
 # -- gradients of the MLP behind the first linear --------------------------------------------------
@@ -252,7 +261,7 @@ def din_bwd_dmlp_kernel(
                     dbias = plus(dbias, column_sums(dz))
                     dsecond = _add_second(dsecond, found.h[0], dz, dtype, OPTIONS)
     if SUMS:
-        _store_sums(gradients[4], sums, LAST, OPTIONS)
+        _store_sums(gradients[4], sums, tables[LAST], LAST, OPTIONS)
     if OPTIONS.only < 0:
         SECOND: tl.constexpr = OPTIONS.hidden[0] * OPTIONS.hidden[LAST] * LAST
         UNITS: tl.constexpr = OPTIONS.hidden[LAST]
