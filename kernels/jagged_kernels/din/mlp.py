@@ -81,13 +81,14 @@ class Operands(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Rows [1, n] of a piece's table, see `UnitTable` of jagged_modules. rest is 1 - slope, half of
-    the argument of Dice's sigmoid is half · z + shift, and the gradient of z through the statistics
-    is d0 + d1 · z. curve is rest · weight · rstd."""
+    """Rows [1, n] of a piece with Dice, which `din_units_kernel` computes from a `UnitTable` of
+    jagged_modules. rest is 1 - slope, half of the argument of the sigmoid is half · z + shift,
+    curve is rest · weight · rstd, and the gradient of z through the statistics is d0 + d1 · z."""
 
     slope: tl.tensor
     rest: tl.tensor
     mean: tl.tensor
+    rstd: tl.tensor
     half: tl.tensor
     shift: tl.tensor
     curve: tl.tensor
@@ -100,7 +101,7 @@ class Mlp(NamedTuple):
 
     first: M of a row of q, pieces [n, block_e]. second: W2, for each piece of the first layer those
     of the second one, [m, n], which a program keeps. a: of the row of q. bias: b2. last: w.
-    last_bias: b3, its value. tables: those of each layer.
+    last_bias: b3, its value. tables: of each layer, with Dice the rows of a Unit.
     """
 
     first: tl.tuple
@@ -203,13 +204,9 @@ def _load_row(
 def _load_unit(mlp, LAYER: tl.constexpr, PIECE: tl.constexpr, OPTIONS: tl.constexpr):
     """The Unit of a piece of a layer with Dice."""
     rows = ()
-    for row in tl.static_range(7):
+    for row in tl.static_range(9):
         rows = rows + (_load_row(mlp, row, LAYER, PIECE, OPTIONS),)
-    slope, mean, rstd, weight, bias, d0, d1 = rows
-    rest, scale, d1 = 1.0 - slope, weight * rstd, d1 * rstd
-    half = 0.5 * scale  # the fast sigmoid takes half of its argument
-    shift, d0 = 0.5 * bias - mean * half, d0 - mean * d1
-    return Unit(slope, rest, mean, half, shift, rest * scale, d0, d1)
+    return Unit(*rows)
 
 
 @triton.jit

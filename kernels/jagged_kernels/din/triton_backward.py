@@ -86,8 +86,8 @@ def _last_layer_gradient(query, events, index, ACTIVATION: tl.constexpr, OPTIONS
     """Scores, p and ds of a block of events, dz of the last hidden layer, and its sums. index: of
     the round of a loop."""
     LAST: tl.constexpr = len(OPTIONS.hidden) - 1
-    found = scores(events, reread(query.mlp, index), ACTIVATION, OPTIONS)
-    mlp = reread(query.mlp, index + 1)  # another unknown 0: vectors are not kept until here
+    mlp = reread(query.mlp, index)
+    found = scores(events, mlp, ACTIVATION, OPTIONS)
     p, ds = score_gradient(query.do, query.lse, query.delta, found.s, events, OPTIONS)
     dz, sums = activation_gradient(
         last_gradient(ds, mlp, OPTIONS), found.z[LAST], events.real, mlp, LAST, ACTIVATION, OPTIONS
@@ -208,16 +208,14 @@ def _store_sums(ptr, sums, table, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
     """Store rows of the program's part `[3, H]`, with the factors that they lack."""
     UNITS: tl.constexpr = OPTIONS.hidden[LAYER]
     ptr += tl.program_id(0) * (3 * UNITS)
-    slope = load_pieces(table, LAYER, OPTIONS)
-    rstd = load_pieces(table + 2 * UNITS, LAYER, OPTIONS)
     for row in tl.static_range(len(sums[0])):
         pieces = ()
         for i in tl.static_range(len(sums)):
             total = tl.sum(tl.sum(sums[i][row], 1), 0)
-            if row > 0:
-                total *= 1.0 - slope[i]
-            if row == 2:
-                total *= rstd[i]
+            if row > 0:  # with Dice, of which table has the rows of a Unit: rest
+                total *= load_pieces(table + UNITS, LAYER, OPTIONS)[i]
+            if row == 2:  # rstd
+                total *= load_pieces(table + 3 * UNITS, LAYER, OPTIONS)[i]
             pieces = pieces + (total,)
         store_pieces(ptr + row * UNITS, pieces, LAYER, OPTIONS)
 
