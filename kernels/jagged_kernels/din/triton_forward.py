@@ -73,19 +73,23 @@ def din_fwd_kernel(
 def din_units_kernel(tables, units, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
     """The rows of a Unit `[9, H]` of each layer's table `[7, H]`, for Dice. They are the same for
     all pairs."""
-    columns = tl.arange(0, BLOCK)
     for layer in tl.static_range(len(tables)):
-        SIZE: tl.constexpr = HIDDEN[layer]
-        rows = ()
-        for row in tl.static_range(7):
-            rows = rows + (load_vector(tables[layer] + row * SIZE, 0, SIZE, BLOCK),)
-        slope, mean, rstd, weight, bias, d0, d1 = rows
-        rest, scale, d1 = 1.0 - slope, weight * rstd, d1 * rstd
-        half = 0.5 * scale  # the fast sigmoid takes half of its argument
-        shift, d0 = 0.5 * bias - mean * half, d0 - mean * d1
-        rows = slope, rest, mean, rstd, half, shift, rest * scale, d0, d1
-        for row in tl.static_range(9):
-            tl.store(units[layer] + row * SIZE + columns, rows[row], mask=columns < SIZE)
+        _store_unit_rows(tables[layer], units[layer], HIDDEN[layer], BLOCK)
+
+
+@triton.jit
+def _store_unit_rows(table, unit, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    rows = ()
+    for row in tl.static_range(7):
+        rows = rows + (load_vector(table + row * SIZE, 0, SIZE, BLOCK),)
+    slope, mean, rstd, weight, bias, d0, d1 = rows
+    rest, scale, d1 = 1.0 - slope, weight * rstd, d1 * rstd
+    half = 0.5 * scale  # the fast sigmoid takes half of its argument
+    shift, d0 = 0.5 * bias - mean * half, d0 - mean * d1
+    rows = slope, rest, mean, rstd, half, shift, rest * scale, d0, d1
+    columns = tl.arange(0, BLOCK)
+    for row in tl.static_range(9):
+        tl.store(unit + row * SIZE + columns, rows[row], mask=columns < SIZE)
 
 
 @safe_ptxas

@@ -153,6 +153,14 @@ def test_masks_compile(name, case):
         assert spilled_bytes(compiled.asm["cubin"]) <= SPILLED_UNDER_A_MASK[name]
 
 
+@slow_after(1, "capability", [90, 80, 100])
+def test_rows_of_units_compile(capability):
+    types = dict(tables=("*fp32",) * 2, units=("*fp32",) * 2)
+    constants = dict(HIDDEN=(80, 40), BLOCK=128)
+    kernel = triton_forward.din_units_kernel
+    compile_for(capability, kernel, constants, types.get, types, num_warps=4)
+
+
 def test_passes_for_the_sums_of_one_layer_compile():
     for name, only in (("moments", 1), ("dmlp", 1), ("dq", 0)):
         compile_din(90, name, "bf16", "dice", only=only)
