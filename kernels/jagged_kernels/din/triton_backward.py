@@ -54,6 +54,7 @@ from .mlp import (
     scores,
     second_gradient,
     sees,
+    with_first,
 )
 
 
@@ -68,12 +69,13 @@ class Query(NamedTuple):
 
 
 @triton.jit
-def _load_query(
-    mlp, operands, strides, weights, gradients, row,
-    OPTIONS: tl.constexpr, PACKED: tl.constexpr = False,
-):  # fmt: skip
+def _load_query(mlp, operands, strides, weights, gradients, row, OPTIONS: tl.constexpr, APART=None):
+    """The Query of a row. APART: the pieces of B and of D, which then stay apart."""
     q, a = load_query(operands, strides, row, OPTIONS)
-    mlp = of_query(mlp, q, a, operands, weights, OPTIONS, PACKED)
+    if APART is not None:
+        mlp = with_first(mlp, APART, a)
+    else:
+        mlp = of_query(mlp, q, a, operands, weights, OPTIONS)
     do = load_vector(gradients[0] + row * OPTIONS.v_width, 0, OPTIONS.v_width, OPTIONS.block_v)
     lse, delta = 0.0, 0.0
     if OPTIONS.softmax:
@@ -338,8 +340,11 @@ def din_bwd_dkdv_kernel(
     gradients: do, lse, delta, dk, dv. Where v is k, dk has both gradients.
     """
     dk_ptr, dv_ptr = gradients[3], gradients[4]
-    # H200, ReLU: 1.75 ms, and 1.60 so. But 1.64 and 1.75 in one stage, which tables have.
-    PACKED: tl.constexpr = not has_table(OPTIONS.units)
+    # M of each row would be an operand in shared memory: all warps would wait for it. But B and D
+    # stay there.
+    APART: tl.constexpr = (
+        operands.k.dtype.element_ty != tl.float32 and OPTIONS.block_e * OPTIONS.hidden[0] <= 2**14
+    )
     user, kv_start, kv_len, start = find_tile(
         tl.program_id(0), users.kv_offsets, num_segments, log2(OPTIONS.block)
     )
@@ -349,6 +354,12 @@ def din_bwd_dkdv_kernel(
     mlp = load_mlp(weights, biases, tables, OPTIONS)
     events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
     queries = _load_queries(user, users, start, q_len, kv_len, OPTIONS)
+    apart = None
+    if APART:
+        apart = (
+            load_weight(operands.of_k, OPTIONS.width, 0, 0, OPTIONS.block_e, OPTIONS),
+            load_weight(weights[0], OPTIONS.width, 0, 0, OPTIONS.block_e, OPTIONS),
+        )
     dk = zeros(OPTIONS.block, OPTIONS.block_e)
     dv = zeros(OPTIONS.block, OPTIONS.block_v)
     for i in range(0, queries.count):
@@ -356,13 +367,15 @@ def din_bwd_dkdv_kernel(
         if OPTIONS.mask is not None:
             number = masked_block(i, queries.rows)
         query = _load_query(
-            mlp, operands, strides, weights, gradients, q_start + number, OPTIONS, PACKED
+            mlp, operands, strides, weights, gradients, q_start + number, OPTIONS, apart
         )
-        seen = events
+        real, factors = events.real, (events.k,)
         if OPTIONS.mask is not None:
             column = number + kv_len - q_len
-            real = events.real & sees(start, column, queries.first_target, OPTIONS)
-            seen = Events(events.k, events.v, real)
+            real = real & sees(start, column, queries.first_target, OPTIONS)
+        if APART:
+            factors = events.k, events.k * query.q[None, :]
+        seen = Events(events.k, events.v, real, factors)
         found, p, _, dz, _ = _last_layer_gradient(query, seen, i, ACTIVATION, OPTIONS)
         if OPTIONS.same:
             dk += p[:, None] * query.do.to(tl.float32)[None, :]
@@ -370,7 +383,7 @@ def din_bwd_dkdv_kernel(
             dv += p[:, None] * query.do.to(tl.float32)[None, :]
         if len(OPTIONS.hidden) == 2:
             dz, _ = _first_layer_gradient(dz, found, query, seen, i, ACTIVATION, OPTIONS)
-        dk = add_event_gradient(dk, dz, query.mlp, events.k.dtype, OPTIONS)
+        dk = add_event_gradient(dk, dz, query, events.k.dtype, OPTIONS)
     first = kv_start + start
     rows = tl.arange(0, OPTIONS.block)
     _store_rows(dk_ptr + first * OPTIONS.width, dk, rows < kv_len - start, OPTIONS.width)
