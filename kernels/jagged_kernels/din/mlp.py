@@ -99,9 +99,9 @@ class Unit(NamedTuple):
 class Mlp(NamedTuple):
     """The MLP's matrices, and pointers to its vectors.
 
-    first: M of a row of q, or B and D, each pieces [n, block_e]. second: W2, for each piece of the
-    first layer those of the second one, [m, n], which a program keeps. a: of the row of q. bias:
-    b2. last: w. last_bias: b3, its value. tables: of each layer, with Dice the rows of a Unit.
+    first: M of a row of q, pieces [n, block_e]. second: W2, for each piece of the first layer those
+    of the second one, [m, n], which a program keeps. a: of the row of q. bias: b2. last: w.
+    last_bias: b3, its value. tables: of each layer, with Dice the rows of a Unit.
     """
 
     first: tl.tuple
@@ -130,13 +130,12 @@ class Keys(NamedTuple):
 
 
 class Events(NamedTuple):
-    """A block of events: k [block, block_e], v [block, block_v], which rows are the segment's and
-    seen, and what Mlp.first multiplies: k, and with B and D apart k ∘ q."""
+    """A block of events: k [block, block_e], v [block, block_v], and which rows are the segment's
+    and seen."""
 
     k: tl.tensor
     v: tl.tensor
     real: tl.tensor
-    operands: tl.tuple
 
 
 class Scores(NamedTuple):
@@ -251,20 +250,27 @@ def load_mlp(weights, biases, tables, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def of_query(mlp, q, a, operands, weights, OPTIONS: tl.constexpr):
-    """mlp for a row of q and the pointer to its a."""
+def _packed_fma(x, y, z):
+    """x y + z in bf16, rounded once: one instruction for two numbers."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z],
+        dtype=tl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def of_query(mlp, q, a, operands, weights, OPTIONS: tl.constexpr, PACKED: tl.constexpr = False):
+    """mlp for a row of q and the pointer to its a. PACKED: in bf16, M in fewer
+    instructions."""
     first = ()
     of_k = load_weight(operands.of_k, OPTIONS.width, 0, 0, OPTIONS.block_e, OPTIONS)
     products = load_weight(weights[0], OPTIONS.width, 0, 0, OPTIONS.block_e, OPTIONS)
     for i in tl.static_range(len(of_k)):
-        piece = of_k[i].to(tl.float32) + products[i].to(tl.float32) * q.to(tl.float32)[None, :]
+        if PACKED and q.dtype == tl.bfloat16:
+            piece = _packed_fma(products[i], q[None, :], of_k[i])
+        else:
+            piece = of_k[i].to(tl.float32) + products[i].to(tl.float32) * q.to(tl.float32)[None, :]
         first = first + (piece.to(q.dtype),)
-    return with_first(mlp, (first,), a)
-
-
-@triton.jit
-def with_first(mlp, first, a):
-    """mlp with a first layer and the pointer to its a."""
     return Mlp(first, mlp.second, a, mlp.bias, mlp.last, mlp.last_bias, mlp.tables)
 
 
@@ -299,7 +305,7 @@ def load_events(operands, strides, row, num_rows, OPTIONS: tl.constexpr, seen=No
     real = tl.arange(0, OPTIONS.block) < num_rows
     if seen is not None:
         real = real & seen
-    return Events(k, v, real, (k,))
+    return Events(k, v, real)
 
 
 @triton.jit
@@ -385,13 +391,9 @@ def activate(z, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.
 def first_layer(events, mlp, OPTIONS: tl.constexpr):
     """z of the first layer, for one row of q."""
     z, a = (), load_pieces(mlp.a, 0, OPTIONS)
-    for i in tl.static_range(len(a)):
-        piece = tl.broadcast_to(a[i][None, :], [OPTIONS.block, OPTIONS.pieces[0][i][1]])
-        for j in tl.static_range(len(mlp.first)):
-            piece = tl.dot(
-                events.operands[j], tl.trans(mlp.first[j][i]), piece,
-                input_precision=OPTIONS.precision,
-            )  # fmt: skip
+    for i in tl.static_range(len(mlp.first)):
+        start = tl.broadcast_to(a[i][None, :], [OPTIONS.block, OPTIONS.pieces[0][i][1]])
+        piece = tl.dot(events.k, tl.trans(mlp.first[i]), start, input_precision=OPTIONS.precision)
         z = z + (piece,)
     return z
 
@@ -494,7 +496,7 @@ def activation_gradient(
 def second_gradient(dz, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
     """dh of the first layer, given dz of the second one."""
     dh = ()
-    for i in tl.static_range(len(mlp.second)):
+    for i in tl.static_range(len(mlp.first)):
         piece = zeros(OPTIONS.block, OPTIONS.pieces[0][i][1])
         for j in tl.static_range(len(dz)):
             piece = tl.dot(
@@ -505,16 +507,8 @@ def second_gradient(dz, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def add_event_gradient(dk, dz, query, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
+def add_event_gradient(dk, dz, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
     """dk [block, block_e] and the gradient of the events, given dz of the first layer."""
-    first = query.mlp.first
     for i in tl.static_range(len(dz)):
-        dk = tl.dot(dz[i].to(DTYPE), first[0][i], dk, input_precision=OPTIONS.precision)
-    if len(first) == 2:  # of k ∘ q
-        products = zeros(OPTIONS.block, OPTIONS.block_e)
-        for i in tl.static_range(len(dz)):
-            products = tl.dot(
-                dz[i].to(DTYPE), first[1][i], products, input_precision=OPTIONS.precision
-            )
-        dk += products * query.q.to(tl.float32)[None, :]
+        dk = tl.dot(dz[i].to(DTYPE), mlp.first[i], dk, input_precision=OPTIONS.precision)
     return dk
