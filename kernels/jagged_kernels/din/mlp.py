@@ -81,17 +81,17 @@ class Operands(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Rows [1, n] of a piece's table, see `UnitTable` of jagged_modules. rest is 1 - slope, half of
-    the argument of Dice's sigmoid is half · z + shift, and the gradient of z through the statistics
-    is d0 + d1 · z."""
+    """Rows [1, n] of a piece with Dice, which `din_units_kernel` computes from a `UnitTable` of
+    jagged_modules. rest is 1 - slope, half of the argument of the sigmoid is half · z + shift,
+    curve is rest · weight · rstd, and the gradient of z through the statistics is d0 + d1 · z."""
 
     slope: tl.tensor
     rest: tl.tensor
     mean: tl.tensor
     rstd: tl.tensor
-    scale: tl.tensor
     half: tl.tensor
     shift: tl.tensor
+    curve: tl.tensor
     d0: tl.tensor
     d1: tl.tensor
 
@@ -101,7 +101,7 @@ class Mlp(NamedTuple):
 
     first: M of a row of q, pieces [n, block_e]. second: W2, for each piece of the first layer those
     of the second one, [m, n], which a program keeps. a: of the row of q. bias: b2. last: w.
-    last_bias: b3, its value. tables: those of each layer.
+    last_bias: b3, its value. tables: of each layer, with Dice the rows of a Unit.
     """
 
     first: tl.tuple
@@ -204,13 +204,9 @@ def _load_row(
 def _load_unit(mlp, LAYER: tl.constexpr, PIECE: tl.constexpr, OPTIONS: tl.constexpr):
     """The Unit of a piece of a layer with Dice."""
     rows = ()
-    for row in tl.static_range(7):
+    for row in tl.static_range(9):
         rows = rows + (_load_row(mlp, row, LAYER, PIECE, OPTIONS),)
-    slope, mean, rstd, weight, bias, d0, d1 = rows
-    scale, d1 = weight * rstd, d1 * rstd
-    half = 0.5 * scale  # the fast sigmoid takes half of its argument
-    shift, d0 = 0.5 * bias - mean * half, d0 - mean * d1
-    return Unit(slope, 1.0 - slope, mean, rstd, scale, half, shift, d0, d1)
+    return Unit(*rows)
 
 
 @triton.jit
@@ -286,7 +282,7 @@ def reread(mlp, index):
     zero = tl.minimum(index, 0)
     tables = ()
     for i in tl.static_range(len(mlp.tables)):
-        tables = tables + (mlp.tables[i] + zero,)
+        tables = tables + (mlp.tables[i] + tl.multiple_of(zero, 16),)
     return Mlp(
         mlp.first, mlp.second, mlp.a + zero, mlp.bias + zero, mlp.last + zero, mlp.last_bias, tables
     )
@@ -469,7 +465,8 @@ def activation_gradient(
     dh, z, real, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
 ):
     """dz of a layer, and for each piece `partial_sums` of the gradients of slope, and with Dice
-    of bias and weight, of its table; none without one."""
+    of bias and weight, of its table; none without one. Those of bias lack the factor rest, those of
+    weight rest · rstd."""
     dz, sums = (), ()
     for i in tl.static_range(len(z)):
         if OPTIONS.units is None:
@@ -484,13 +481,14 @@ def activation_gradient(
         else:
             unit = _load_unit(mlp, LAYER, i, OPTIONS)
             p = ACTIVATION(z[i] * unit.half + unit.shift, 2.0)[0]
-            dslope = dh[i] * z[i] * (1.0 - p)
-            g = dslope * (unit.rest * p)
-            piece = dh[i] * (unit.slope + unit.rest * p) + g * unit.scale
-            piece += unit.d0 + unit.d1 * z[i]
+            left = z[i] - z[i] * p
+            bend = left * p  # z p (1 - p)
+            slope = unit.slope + unit.rest * p + unit.curve * bend
+            piece = dh[i] * slope + (unit.d0 + unit.d1 * z[i])
             dz = dz + (tl.where(real[:, None], piece, 0.0),)
-            dweight = partial_sums(g * ((z[i] - unit.mean) * unit.rstd))
-            sums = sums + ((partial_sums(dslope), partial_sums(g), dweight),)
+            g = dh[i] * bend
+            dweight = partial_sums(g * (z[i] - unit.mean))
+            sums = sums + ((partial_sums(dh[i] * left), partial_sums(g), dweight),)
     return dz, sums
 
 

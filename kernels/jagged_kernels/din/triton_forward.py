@@ -15,6 +15,7 @@ from .mlp import (
     load_keys,
     load_mlp,
     load_query,
+    load_vector,
     of_query,
     reread,
     scores,
@@ -65,6 +66,30 @@ def din_fwd_kernel(
             tl.store(results[1] + row, running_max + tl.log(running_sum))
         ptrs = results[0] + row * OPTIONS.v_width + copies[:, None] * 0 + columns[None, :]
         tl.store(ptrs, acc.to(results[0].dtype.element_ty), mask=mask)
+
+
+@safe_ptxas
+@triton.jit
+def din_units_kernel(tables, units, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows of a Unit `[9, H]` of each layer's table `[7, H]`, for Dice. They are the same for
+    all pairs."""
+    for layer in tl.static_range(len(tables)):
+        _store_unit_rows(tables[layer], units[layer], HIDDEN[layer], BLOCK)
+
+
+@triton.jit
+def _store_unit_rows(table, unit, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    rows = ()
+    for row in tl.static_range(7):
+        rows = rows + (load_vector(table + row * SIZE, 0, SIZE, BLOCK),)
+    slope, mean, rstd, weight, bias, d0, d1 = rows
+    rest, scale, d1 = 1.0 - slope, weight * rstd, d1 * rstd
+    half = 0.5 * scale  # the fast sigmoid takes half of its argument
+    shift, d0 = 0.5 * bias - mean * half, d0 - mean * d1
+    rows = slope, rest, mean, rstd, half, shift, rest * scale, d0, d1
+    columns = tl.arange(0, BLOCK)
+    for row in tl.static_range(9):
+        tl.store(unit + row * SIZE + columns, rows[row], mask=columns < SIZE)
 
 
 @safe_ptxas
