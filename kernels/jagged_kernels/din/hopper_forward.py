@@ -33,7 +33,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common.activations import _fast_tanh
 from ..common.gluon_api import load_tile, thread_barrier
-from ..common.loads import load_segment
 from ..common.pipeline import (
     make_barriers,
     mma_abt,
@@ -45,10 +44,18 @@ from ..common.pipeline import (
 from ..common.ptxas import safe_ptxas
 from .configs import HOPPER_STAGES
 from .mlp import has_table
+from .walk import (
+    AHEAD,
+    BLOCK,
+    end_of,
+    find_events,
+    find_tile,
+    find_tile_ahead,
+    num_missing,
+    without_tile,
+)
 
-BLOCK = gl.constexpr(64)  # events of a tile
 STAGES = gl.constexpr(HOPPER_STAGES)
-AHEAD = gl.constexpr(HOPPER_STAGES - 1)  # tiles that are loaded before their turn
 COPIES = gl.constexpr(8)  # columns of p
 WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -66,13 +73,6 @@ class Buffers(NamedTuple):
     bias: gl.tuple
     weight: gl.tuple
     tables: gl.tuple
-
-
-class Events(NamedTuple):
-    """The events of a row of q: the first one, and how many."""
-
-    start: gl.tensor
-    length: gl.tensor
 
 
 class Sums(NamedTuple):
@@ -101,12 +101,11 @@ def _find_user(row, offsets_ptr, num_segments):
 
 
 @gluon.jit
-def _find_events(row, num_rows, num_segments, users):
-    """The Events of a row of q; none from num_rows on, and behind the last segment."""
+def _find_events(row, num_rows, num_segments, users, OPTIONS: gl.constexpr):
+    """The Events of a row of q."""
+    MASK: gl.constexpr = OPTIONS.mask
     user = _find_user(row, users.q_offsets, num_segments)
-    start, length = load_segment(users.kv_offsets, user)
-    there = (row < num_rows) & (row < gl.load(users.q_offsets + num_segments))
-    return Events(start, gl.where(there, length, 0))
+    return find_events(row, user, num_rows, num_segments, users, MASK)
 
 
 @gluon.jit
@@ -299,19 +298,8 @@ def _load_events(k_desc, buffers, row, step, wanted):
 def _load_missing(k_desc, buffers, events, step, missing):
     """Start to load the first tiles of a row, of which only `missing` were not."""
     for i in gl.static_range(AHEAD):
-        wanted = (i < missing) & (events.length > BLOCK * i)
-        _load_events(k_desc, buffers, events.start + BLOCK * i, step + i, wanted)
-
-
-@gluon.jit
-def _load_ahead(k_desc, buffers, events, next_events, step):
-    """Start to load the tile that is AHEAD of the first one of these events: it may be one of the
-    next row of q."""
-    tiles = (events.length + BLOCK - 1) // BLOCK
-    column = BLOCK * (AHEAD - tiles)
-    inside = tiles > AHEAD
-    row = gl.where(inside, events.start + BLOCK * AHEAD, next_events.start + column)
-    _load_events(k_desc, buffers, row, step + AHEAD, inside | (column < next_events.length))
+        wanted = (i < missing) & (end_of(events) > BLOCK * i)
+        _load_events(k_desc, buffers, find_tile(events, BLOCK * i)[0], step + i, wanted)
 
 
 @gluon.jit
@@ -370,7 +358,7 @@ def _tile(
         part, used = _start_second(h, buffers, j, DTYPE, OPTIONS)
         z2, operands = z2 + (part,), operands + used
     if NEXT:
-        next_z = _start_first(buffers, step + 1, events.length - BLOCK)
+        next_z = _start_first(buffers, step + 1, find_tile(events, BLOCK)[1])
         found = warpgroup_mma_wait(FIRST, deps=z2 + operands)
     else:
         next_z = ()
@@ -384,7 +372,7 @@ def _tile(
     acc, largest, total = sums
     if OPTIONS.softmax:
         rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
-        p = gl.where(rows < events.length, p, float("-inf"))
+        p = gl.where(rows < find_tile(events, 0)[1], p, float("-inf"))
         new = gl.maximum(largest, gl.max(p, 0))
         p, rescale = gl.exp(p - new), gl.exp(largest - new)
         acc, total, largest = acc * rescale, total * rescale + p, new
@@ -395,7 +383,8 @@ def _tile(
     acc = warpgroup_mma(
         buffers.k.index(step % STAGES).permute((1, 0)), of_tile.permute((1, 0)), acc, is_async=True
     )
-    _load_ahead(k_desc, buffers, events, next_events, step)  # its barriers come while MMAs run
+    row, ahead, wanted = find_tile_ahead(events, next_events, step)
+    _load_events(k_desc, buffers, row, ahead, wanted)  # its barriers come while MMAs run
     if NEXT:
         done = warpgroup_mma_wait(0, deps=next_z + (acc,))
         return done[:FIRST], Sums(done[FIRST], largest, total)
@@ -431,32 +420,33 @@ def din_fwd_hopper_kernel(
     columns = gl.arange(0, COPIES, layout=gl.SliceLayout(0, L))[None, :]
     units = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))[:, None]
     step, missing = 0, AHEAD
-    next_events = _find_events(gl.program_id(0), num_rows, num_segments, users)
+    next_events = _find_events(gl.program_id(0), num_rows, num_segments, users, OPTIONS)
     for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
         events = next_events
         _load_missing(k_desc, buffers, events, step, missing)
-        next_events = _find_events(row + gl.num_programs(0), num_rows, num_segments, users)
-        missing = gl.maximum(AHEAD - (events.length + BLOCK - 1) // BLOCK, 0)
+        next_row = row + gl.num_programs(0)
+        next_events = _find_events(next_row, num_rows, num_segments, users, OPTIONS)
+        missing = num_missing(events)
         row = row.to(gl.int64)
         sums = Sums(
             gl.zeros([WIDTH, COPIES], gl.float32, L),
             float("-inf"),
             gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, L)),
         )
-        if events.length > 0:
+        if end_of(events) > 0:
             q_ptr = operands.q + row * (strides[0] * OPTIONS.align)
             _store_first(buffers, q_ptr, operands.of_k, weights[0], OPTIONS)
             a_ptr = operands.a + row * (strides[2] * OPTIONS.align)
             _store_vectors(buffers.a, _load_pieces(a_ptr, 0, OPTIONS))
             fence_async_shared()
             thread_barrier()
-            z = _wait(_start_first(buffers, step, events.length), 0)
-            while events.length > BLOCK:
+            z = _wait(_start_first(buffers, step, find_tile(events, 0)[1]), 0)
+            while end_of(events) > BLOCK:
                 z, sums = _tile(
                     z, sums, k_desc, buffers, last_bias, events, next_events, step,
                     True, ACTIVATION, OPTIONS,
                 )  # fmt: skip
-                events = Events(events.start + BLOCK, events.length - BLOCK)
+                events = without_tile(events)
                 step += 1
             _, sums = _tile(
                 z, sums, k_desc, buffers, last_bias, events, next_events, step,

@@ -313,6 +313,14 @@ def load_events(operands, strides, row, num_rows, OPTIONS: tl.constexpr, seen=No
 
 
 @triton.jit
+def load_column(row, user, length, users, MASK: tl.constexpr):
+    """The column of a row of q among its user's events, and the first target's."""
+    q_start, q_len = load_segment(users.q_offsets, user)
+    column = (row - q_start).to(tl.int32) + length - q_len
+    return column, first_target_column(users.num_targets, user, length, MASK)
+
+
+@triton.jit
 def load_keys(row, users, num_segments, OPTIONS: tl.constexpr):
     """The Keys of a row of q; none behind the last segment."""
     MASK: tl.constexpr = OPTIONS.mask
@@ -322,9 +330,7 @@ def load_keys(row, users, num_segments, OPTIONS: tl.constexpr):
     if MASK is None:
         return Keys(start, length, length, 0, 0, ())
     else:
-        q_start, q_len = load_segment(users.q_offsets, user)
-        column = (row - q_start).to(tl.int32) + length - q_len
-        first_target = first_target_column(users.num_targets, user, length, MASK)
+        column, first_target = load_column(row, user, length, users, MASK)
         blocks = all_masked(
             column_blocks(column, column, length, first_target, MASK, OPTIONS.block)
         )
