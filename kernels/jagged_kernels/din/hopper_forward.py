@@ -44,17 +44,9 @@ from ..common.pipeline import (
 from ..common.ptxas import safe_ptxas
 from .configs import HOPPER_STAGES
 from .mlp import has_table
-from .walk import (
-    AHEAD,
-    BLOCK,
-    end_of,
-    find_events,
-    find_tile,
-    find_tile_ahead,
-    num_missing,
-    without_tile,
-)
+from .walk import AHEAD, end_of, find_seen, find_tile, find_tile_ahead, num_missing, without_tile
 
+BLOCK = gl.constexpr(64)  # events of a tile
 STAGES = gl.constexpr(HOPPER_STAGES)
 COPIES = gl.constexpr(8)  # columns of p
 WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -101,11 +93,11 @@ def _find_user(row, offsets_ptr, num_segments):
 
 
 @gluon.jit
-def _find_events(row, num_rows, num_segments, users, OPTIONS: gl.constexpr):
-    """The Events of a row of q."""
+def _find_seen(row, num_rows, num_segments, users, OPTIONS: gl.constexpr):
+    """The Seen of a row of q."""
     MASK: gl.constexpr = OPTIONS.mask
     user = _find_user(row, users.q_offsets, num_segments)
-    return find_events(row, user, num_rows, num_segments, users, MASK)
+    return find_seen(row, user, num_rows, num_segments, users, MASK, BLOCK)
 
 
 @gluon.jit
@@ -295,11 +287,11 @@ def _load_events(k_desc, buffers, row, step, wanted):
 
 
 @gluon.jit
-def _load_missing(k_desc, buffers, events, step, missing):
+def _load_missing(k_desc, buffers, seen, step, missing):
     """Start to load the first tiles of a row, of which only `missing` were not."""
     for i in gl.static_range(AHEAD):
-        wanted = (i < missing) & (end_of(events) > BLOCK * i)
-        _load_events(k_desc, buffers, find_tile(events, BLOCK * i)[0], step + i, wanted)
+        wanted = (i < missing) & (end_of(seen) > BLOCK * i)
+        _load_events(k_desc, buffers, find_tile(seen, BLOCK * i)[0], step + i, wanted)
 
 
 @gluon.jit
@@ -338,11 +330,11 @@ def _start_second(h, buffers, j: gl.constexpr, DTYPE: gl.constexpr, OPTIONS: gl.
 
 @gluon.jit
 def _tile(
-    z, sums, k_desc, buffers, last_bias, events, next_events, step,
+    z, sums, k_desc, buffers, last_bias, seen, next_seen, step,
     NEXT: gl.constexpr, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
-    """z1 of the next tile, if there is one (NEXT), and the sums with this tile's, the first of
-    these events. next_events: of the next row of q."""
+    """z1 of the next tile, if there is one (NEXT), and the sums with this tile's, the first one of
+    `seen`. next_seen: of the next row of q."""
     DTYPE: gl.constexpr = k_desc.dtype
     FIRST: gl.constexpr = len(OPTIONS.pieces[0])
     SECOND: gl.constexpr = len(OPTIONS.pieces[1])
@@ -358,7 +350,7 @@ def _tile(
         part, used = _start_second(h, buffers, j, DTYPE, OPTIONS)
         z2, operands = z2 + (part,), operands + used
     if NEXT:
-        next_z = _start_first(buffers, step + 1, find_tile(events, BLOCK)[1])
+        next_z = _start_first(buffers, step + 1, find_tile(seen, BLOCK)[1])
         found = warpgroup_mma_wait(FIRST, deps=z2 + operands)
     else:
         next_z = ()
@@ -372,7 +364,7 @@ def _tile(
     acc, largest, total = sums
     if OPTIONS.softmax:
         rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
-        p = gl.where(rows < find_tile(events, 0)[1], p, float("-inf"))
+        p = gl.where(rows < find_tile(seen, 0)[1], p, float("-inf"))
         new = gl.maximum(largest, gl.max(p, 0))
         p, rescale = gl.exp(p - new), gl.exp(largest - new)
         acc, total, largest = acc * rescale, total * rescale + p, new
@@ -383,7 +375,7 @@ def _tile(
     acc = warpgroup_mma(
         buffers.k.index(step % STAGES).permute((1, 0)), of_tile.permute((1, 0)), acc, is_async=True
     )
-    row, ahead, wanted = find_tile_ahead(events, next_events, step)
+    row, ahead, wanted = find_tile_ahead(seen, next_seen, step, BLOCK)
     _load_events(k_desc, buffers, row, ahead, wanted)  # its barriers come while MMAs run
     if NEXT:
         done = warpgroup_mma_wait(0, deps=next_z + (acc,))
@@ -420,36 +412,36 @@ def din_fwd_hopper_kernel(
     columns = gl.arange(0, COPIES, layout=gl.SliceLayout(0, L))[None, :]
     units = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))[:, None]
     step, missing = 0, AHEAD
-    next_events = _find_events(gl.program_id(0), num_rows, num_segments, users, OPTIONS)
+    next_seen = _find_seen(gl.program_id(0), num_rows, num_segments, users, OPTIONS)
     for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
-        events = next_events
-        _load_missing(k_desc, buffers, events, step, missing)
+        seen = next_seen
+        _load_missing(k_desc, buffers, seen, step, missing)
         next_row = row + gl.num_programs(0)
-        next_events = _find_events(next_row, num_rows, num_segments, users, OPTIONS)
-        missing = num_missing(events)
+        next_seen = _find_seen(next_row, num_rows, num_segments, users, OPTIONS)
+        missing = num_missing(seen, BLOCK)
         row = row.to(gl.int64)
         sums = Sums(
             gl.zeros([WIDTH, COPIES], gl.float32, L),
             float("-inf"),
             gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, L)),
         )
-        if end_of(events) > 0:
+        if end_of(seen) > 0:
             q_ptr = operands.q + row * (strides[0] * OPTIONS.align)
             _store_first(buffers, q_ptr, operands.of_k, weights[0], OPTIONS)
             a_ptr = operands.a + row * (strides[2] * OPTIONS.align)
             _store_vectors(buffers.a, _load_pieces(a_ptr, 0, OPTIONS))
             fence_async_shared()
             thread_barrier()
-            z = _wait(_start_first(buffers, step, find_tile(events, 0)[1]), 0)
-            while end_of(events) > BLOCK:
+            z = _wait(_start_first(buffers, step, find_tile(seen, 0)[1]), 0)
+            while end_of(seen) > BLOCK:
                 z, sums = _tile(
-                    z, sums, k_desc, buffers, last_bias, events, next_events, step,
+                    z, sums, k_desc, buffers, last_bias, seen, next_seen, step,
                     True, ACTIVATION, OPTIONS,
                 )  # fmt: skip
-                events = without_tile(events)
+                seen = without_tile(seen, BLOCK)
                 step += 1
             _, sums = _tile(
-                z, sums, k_desc, buffers, last_bias, events, next_events, step,
+                z, sums, k_desc, buffers, last_bias, seen, next_seen, step,
                 False, ACTIVATION, OPTIONS,
             )  # fmt: skip
             step += 1

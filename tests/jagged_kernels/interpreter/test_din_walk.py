@@ -10,9 +10,8 @@ from jagged_kernels.common.loads import find_segment
 from jagged_kernels.din.mlp import Users
 from jagged_kernels.din.walk import (
     AHEAD,
-    BLOCK,
     end_of,
-    find_events,
+    find_seen,
     find_tile,
     find_tile_ahead,
     num_missing,
@@ -22,12 +21,13 @@ from jagged_kernels.din.walk import (
 import jagged_modules as jm
 
 STEPS = 512  # more than a program takes
+BLOCK = tl.constexpr(64)
 
 
 @triton.jit
-def _find_events(row, users, num_rows, num_segments, MASK: tl.constexpr):
+def _find_seen(row, users, num_rows, num_segments, MASK: tl.constexpr):
     user = find_segment(tl.minimum(row, num_rows - 1), users.q_offsets, num_segments, 0, False)
-    return find_events(row, user, num_rows, num_segments, users, MASK)
+    return find_seen(row, user, num_rows, num_segments, users, MASK, BLOCK)
 
 
 @triton.jit
@@ -45,23 +45,23 @@ def _walk_kernel(
     loads_ptr += tl.program_id(0) * STEPS * 2
     tiles_ptr += tl.program_id(0) * STEPS * 3
     step, missing = 0, AHEAD
-    next_events = _find_events(tl.program_id(0), users, num_rows, num_segments, MASK)
+    next_seen = _find_seen(tl.program_id(0), users, num_rows, num_segments, MASK)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        events = next_events
+        seen = next_seen
         for i in tl.static_range(AHEAD):
-            wanted = (i < missing) & (end_of(events) > BLOCK * i)
-            _load(loads_ptr, find_tile(events, BLOCK * i)[0], step + i, wanted)
+            wanted = (i < missing) & (end_of(seen) > BLOCK * i)
+            _load(loads_ptr, find_tile(seen, BLOCK * i)[0], step + i, wanted)
         next_row = row + tl.num_programs(0)
-        next_events = _find_events(next_row, users, num_rows, num_segments, MASK)
-        missing = num_missing(events)
-        while end_of(events) > 0:
-            first, number = find_tile(events, 0)
+        next_seen = _find_seen(next_row, users, num_rows, num_segments, MASK)
+        missing = num_missing(seen, BLOCK)
+        while end_of(seen) > 0:
+            first, number = find_tile(seen, 0)
             tl.store(tiles_ptr + 3 * step, row)
             tl.store(tiles_ptr + 3 * step + 1, first)
             tl.store(tiles_ptr + 3 * step + 2, number)
-            first, ahead, wanted = find_tile_ahead(events, next_events, step)
+            first, ahead, wanted = find_tile_ahead(seen, next_seen, step, BLOCK)
             _load(loads_ptr, first, ahead, wanted)
-            events = without_tile(events)
+            seen = without_tile(seen, BLOCK)
             step += 1
 
 
