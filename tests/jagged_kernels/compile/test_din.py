@@ -173,8 +173,9 @@ def test_hopper_compiles(activation, softmax, mask):
     code = disassembled(compiled.asm["cubin"])
     assert code.count("HGMMA") > 2 * code.count("WARPGROUP.DEPBAR")
     # At most 3 words of them in the loop over tiles, without a mask none; newer Tritons spill more.
-    limits = (80, 24) if mask == "none" else (136, 56)
-    limit = limits[not softmax] if triton.__version__.startswith("3.6.") else 160
+    limit = {(False, "none"): 24, (True, "none"): 80}.get((softmax, mask), 136 if softmax else 56)
+    if not triton.__version__.startswith("3.6."):
+        limit = 160 if mask == "none" else 192
     assert spilled_bytes(compiled.asm["cubin"]) <= limit
     assert 4 * (compiled.metadata.shared + 1024) <= 228 * 1024
 
