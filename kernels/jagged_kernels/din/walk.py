@@ -46,14 +46,14 @@ def find_seen(row, user, num_rows, num_segments, users, MASK: tl.constexpr, BLOC
         for i in tl.static_range(1, len(runs)):
             number = tl.where(there, runs[i][1] - runs[i][0], 0)
             tile = tl.cdiv(end, BLOCK) * BLOCK
-            end = tl.where(number > 0, tile + number, end)
+            end = tile + number
             others = others + ((start + runs[i][0] - tile, end),)
         return Seen(start + runs[0][0], length, others)
 
 
 @triton.jit
 def end_of(seen):
-    """The column where the last tile's events end."""
+    """The column where the last tile's events end, or the last tile if its run is not the last."""
     if len(seen.others) == 0:
         return seen.length
     else:

@@ -111,7 +111,13 @@ def test_without_a_mask():
     check_walk(None, [2, 3, 1, 4, 0, 5], [300, 0, 64, 65, 9, 128], None, 2)
 
 
-@pytest.mark.parametrize("seed", range(25))
+def test_runs_of_whole_tiles():
+    """The first run ends where its last tile ends."""
+    mask = jm.AttentionMask(causal=True, window=(63, None), global_prefix=128)
+    check_walk(mask, [1, 3], [300, 194], None, 1)
+
+
+@pytest.mark.parametrize("seed", range(15))
 def test_masks(seed):
     choose = random.Random(seed)
     lengths = [choose.choice([0, 1, 63, 64, 65, choose.randint(1, 400)]) for _ in range(4)]
