@@ -295,7 +295,7 @@ def load_keys(row, users, num_segments, OPTIONS: tl.constexpr):
     """The Keys of a row of q; none behind the last segment."""
     MASK: tl.constexpr = OPTIONS.mask
     user = find_segment(row, users.q_offsets, num_segments, 0, False)
-    seen = find_seen(row, user, None, num_segments, users, MASK, OPTIONS.block)
+    seen = find_seen(row, user, None, num_segments, users, MASK, 1)
     return Keys(end_of(seen), seen)
 
 
@@ -304,6 +304,9 @@ def load_block(operands, strides, keys, index, OPTIONS: tl.constexpr):
     """The Events of a round of a loop over a row's Keys. index: 0, block, 2 · block, ... up to the
     end."""
     row, num_rows = find_tile(keys.seen, index)
+    if len(keys.seen.others) > 0:  # of each event of the block, which may be one of another run
+        i = tl.arange(0, OPTIONS.block)[:, None]
+        row, num_rows = find_tile(keys.seen, index + i)[0] - i, keys.end - index
     return load_events(operands, strides, row, num_rows, OPTIONS)
 
 

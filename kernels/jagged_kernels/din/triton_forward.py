@@ -20,7 +20,6 @@ from .mlp import (
     scores,
     second_layer,
 )
-from .walk import find_tile
 
 ROWS = tl.constexpr(16)  # the smallest side of an MMA
 
@@ -91,7 +90,7 @@ def din_moments_kernel(
             if OPTIONS.only == 1:
                 h = activate(z, again, 0, ACTIVATION, OPTIONS)
                 z = second_layer(h, again, events.k.dtype, OPTIONS)
-            number = tl.minimum(find_tile(keys.seen, start)[1], OPTIONS.block).to(tl.float32)
+            number = tl.minimum(keys.end - start, OPTIONS.block).to(tl.float32)
             mean, squares = _joined(mean, squares, count, z, events.real, number, OPTIONS)
             count += number
     units: tl.constexpr = OPTIONS.hidden[OPTIONS.only]

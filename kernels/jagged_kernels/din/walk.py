@@ -1,4 +1,8 @@
-"""Which tiles of events a program computes for a row of q, and which ones Hopper's loads ahead."""
+"""Which tiles of events a program computes for a row of q, and which ones Hopper's loads ahead.
+
+The events that the row sees have columns: first those of the first run of adjacent events, then
+those of the next one. A tile is a number of adjacent columns.
+"""
 
 from typing import NamedTuple
 
@@ -13,11 +17,11 @@ AHEAD = tl.constexpr(HOPPER_STAGES - 1)  # tiles that Hopper's forward loads bef
 
 
 class Seen(NamedTuple):
-    """The events that a row of q sees, from a tile on: the first one, and how many follow it.
+    """The events that a row of q sees, from a tile on, which begins at column 0.
 
-    others: under a mask that may leave gaps, (start, end) of each later run of events. A run begins
-    with a tile of its own. If the tile at a column, counted from the first tile on, is a run's, it
-    begins with the event start + column, and the run's last tile ends before `end`.
+    start, length: the first event of the first run, and how many it has from there on. others:
+    under a mask that may leave gaps, (start, end) of each later run, whose event at a column is
+    start + column, up to the column `end`.
     """
 
     start: tl.tensor
@@ -28,7 +32,7 @@ class Seen(NamedTuple):
 @triton.jit
 def find_seen(row, user, num_rows, num_segments, users, MASK: tl.constexpr, BLOCK: tl.constexpr):
     """The Seen of a row of q, of a user; none behind the last segment, and from num_rows on. BLOCK:
-    events of a tile."""
+    columns of a tile, if each run begins with a tile of its own. 1: columns have no gaps."""
     start, length = load_segment(users.kv_offsets, user)
     if num_rows is None:
         there = row < tl.load(users.q_offsets + num_segments)
@@ -53,7 +57,8 @@ def find_seen(row, user, num_rows, num_segments, users, MASK: tl.constexpr, BLOC
 
 @triton.jit
 def end_of(seen):
-    """The column where the last tile's events end, or the last tile if its run is not the last."""
+    """The column where the last run ends. If it is empty, no tile begins between its end and that
+    of the run before."""
     if len(seen.others) == 0:
         return seen.length
     else:
@@ -62,7 +67,7 @@ def end_of(seen):
 
 @triton.jit
 def find_tile(seen, column):
-    """The first event of the tile at a column, and how many its run has from there on."""
+    """The event at a column, and how many its run has from there on."""
     start, end = seen.start, seen.length
     for i in tl.static_range(len(seen.others)):
         behind = column >= end
