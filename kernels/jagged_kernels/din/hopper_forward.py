@@ -4,7 +4,8 @@
 
 Warps           no specialisation: four warps compute one row of q after another; four thread
                 blocks an SM, or two
-Tiles           64 events of E columns, 64 or 128. A layer's units are in pieces, see mlp.py
+Tiles           64 adjacent events of E columns, 64 or 128, of those that the row sees: walk.py. A
+                layer's units are in pieces, see mlp.py
 MMAs            z1: k from shared memory. z2: h1 from registers. out: kᵀ, 64 or 128 rows, times p in
                 eight equal columns, the smallest number
 Barriers        full, one for each stage of the ring of k: arrive count 1 (the thread that expects
