@@ -4,10 +4,10 @@
     out = Σ_i p_i v_i  with  p = s, or the softmax of s over the events
 
 a is what the first layer adds for a row of q; its GEMM, and those of its gradients, are the
-caller's. triton_forward.py, hopper_forward.py and triton_backward.py have the kernels, mlp.py and
-accumulators.py their device functions, configs.py the launch configurations. Results are
-deterministic: each row of a result has one program, and gradients of the MLP are parts of a fixed
-number of programs, summed in a fixed order.
+caller's. triton_forward.py, hopper_forward.py and triton_backward.py have the kernels, mlp.py,
+walk.py and accumulators.py their device functions, configs.py the launch configurations. Results
+are deterministic: each row of a result has one program, and gradients of the MLP are parts of a
+fixed number of programs, summed in a fixed order.
 """
 
 from __future__ import annotations
@@ -139,9 +139,8 @@ def _runs_hopper(k: Tensor, options: Options) -> bool:
     aligned = has_descriptor(k[:, None])
     capability = device_properties(k.device).capability
     problem = DINProblem(
-        options.width, options.hidden, k.dtype, options.same, aligned, options.mask is not None,
-        k.device.type, capability,
-    )  # fmt: skip
+        options.width, options.hidden, k.dtype, options.same, aligned, k.device.type, capability
+    )
     return forward_runs_on_hopper(problem)
 
 
