@@ -348,6 +348,7 @@ def din_bwd_dkdv_kernel(
     """
     dk_ptr, dv_ptr = gradients[3], gradients[4]
     # H200, ReLU: 1.75 ms, and 1.60 so. But 1.64 and 1.75 in one stage, which tables have.
+    # With z1 = k Bᵀ + (k ∘ q) Dᵀ, of constant B and D in shared memory: 2.0 ms instead of 1.5.
     PACKED: tl.constexpr = not has_table(OPTIONS.units)
     user, kv_start, kv_len, start = find_tile(
         tl.program_id(0), users.kv_offsets, num_segments, log2(OPTIONS.block)
