@@ -54,6 +54,7 @@ def test_every_implementation_is_right_and_measured(tiny_run):
         bench.TARGET: [softmax],
         bench.MEDIUM: [softmax] * 2,
         bench.LONG: [given],
+        bench.WIDE: [softmax],
         bench.ORDER: [[bench.UNSORTED, bench.ROUND_ROBIN, bench.OURS]] * 2,
         bench.WALL: [
             [name for x in implementations for name in (x, f"{x}, {bench.CALLER}")]
