@@ -245,6 +245,7 @@ def test_full_sizes_are_those_of_the_tables():
             for kind in ("jagged", "full")
         ),
         (bench.LONG, "B8 N4096..8192 D64"),
+        *((bench.WIDE, f"B64 N1024..1024 D{dim}") for dim in (192, 256, 136, 160, 224)),
         *((bench.ORDER, shape) for shape in shapes[:2]),
         *(
             (bench.WALL, f"{mask}attention, {shape}")
