@@ -157,17 +157,27 @@ def problem(
 
 @contextlib.contextmanager
 def roundings_of_kernels(case: Problem):
-    """The definition rounds what kernels round: the part of each feature in the first linear, so
-    near a kink errors are larger than z; and the two sums of a score's gradient,
+    """The definition rounds what kernels round: the part of each feature in the first linear, that
+    of a difference as the difference of two parts, so near a kink errors are larger than z, and
+    where q is nearly k those of a difference's weight larger than its gradient; and the two sums of a score's gradient,
     p (v · do - out · do), so where p is nearly 1 errors are larger than their difference. The side
     of a kink follows from an error ENLARGED times as large. Its first run must be exact."""
-    width, exact_z = case.tensors["k"].shape[1], deque()
+    width, exact_z, pairs = case.tensors["k"].shape[1], deque(), []
+
+    def pair_features(q, k, features):
+        pairs[:] = q, k, of_pairs(q, k, features)
+        return pairs[2]
 
     def by_feature(x, weight, bias):
-        if x.shape[1] <= width:
+        if x is not pairs[2] and x.shape[1] <= width:
             return linear(x, weight, bias)
-        parts = zip(x.split(width, 1), weight.split(width, 1))
-        return sum((linear(*part) for part in parts), bias)
+        parts = [linear(*part) for part in zip(x.split(width, 1), weight.split(width, 1))]
+        for name, sign in (("q-k", 1), ("k-q", -1)):
+            if x is pairs[2] and name in case.options["features"]:
+                i, of_difference = case.options["features"].index(name), weight.split(width, 1)
+                q, k = (linear(part, of_difference[i]) for part in pairs[:2])
+                parts[i] = sign * q - sign * k
+        return sum(parts, bias)
 
     def on_either_side(z, name, units):
         if name not in KINKED:
@@ -186,8 +196,9 @@ def roundings_of_kernels(case: Problem):
         return _SoftmaxSums.apply(*p, v, i, num_rows)
 
     softmax, sums = reference._softmax_of_rows, reference._weighted_sums
-    activation = reference.unit_activation
+    activation, of_pairs = reference.unit_activation, reference.pair_features
     with (
+        mock.patch.object(reference, "pair_features", pair_features),
         mock.patch.object(reference, "linear", by_feature),
         mock.patch.object(reference, "unit_activation", on_either_side),
         mock.patch.object(reference, "_softmax_of_rows", softmax_of_rows),
