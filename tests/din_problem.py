@@ -157,11 +157,13 @@ def problem(
 
 @contextlib.contextmanager
 def roundings_of_kernels(case: Problem):
-    """The definition rounds what kernels round: the part of each feature in the first linear, that
-    of a difference as the difference of two parts, so near a kink errors are larger than z, and
-    where q is nearly k those of a difference's weight larger than its gradient; and the two sums of a score's gradient,
-    p (v · do - out · do), so where p is nearly 1 errors are larger than their difference. The side
-    of a kink follows from an error ENLARGED times as large. Its first run must be exact."""
+    """The definition rounds what kernels round.
+
+    The part of each feature in the first linear, and that of a difference as the difference of two
+    parts: near a kink errors are larger than z, and where q is nearly k those of the difference's
+    weight are larger than its gradient. The two sums of a score's gradient, p (v · do - out · do):
+    where p is nearly 1, errors are larger than their difference. The side of a kink follows from an
+    error ENLARGED times as large. Its first run must be exact."""
     width, exact_z, pairs = case.tensors["k"].shape[1], deque(), []
 
     def pair_features(q, k, features):
