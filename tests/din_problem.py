@@ -167,18 +167,19 @@ def roundings_of_kernels(case: Problem):
     width, exact_z, pairs = case.tensors["k"].shape[1], deque(), []
 
     def pair_features(q, k, features):
-        pairs[:] = q, k, of_pairs(q, k, features)
-        return pairs[2]
+        pairs[:] = q, k, features, of_pairs(q, k, features)
+        return pairs[-1]
 
     def by_feature(x, weight, bias):
-        if x is not pairs[2] and x.shape[1] <= width:
+        q, k, features, first = pairs
+        if x is not first and x.shape[1] <= width:
             return linear(x, weight, bias)
-        parts = [linear(*part) for part in zip(x.split(width, 1), weight.split(width, 1))]
-        for name, sign in (("q-k", 1), ("k-q", -1)):
-            if x is pairs[2] and name in case.options["features"]:
-                i, of_difference = case.options["features"].index(name), weight.split(width, 1)
-                q, k = (linear(part, of_difference[i]) for part in pairs[:2])
-                parts[i] = sign * q - sign * k
+        weights = weight.split(width, 1)
+        parts = [linear(*part) for part in zip(x.split(width, 1), weights)]
+        for name, minuend, other in (("q-k", q, k), ("k-q", k, q)):
+            if x is first and name in features:
+                i = features.index(name)
+                parts[i] = linear(minuend, weights[i]) - linear(other, weights[i])
         return sum(parts, bias)
 
     def on_either_side(z, name, units):
