@@ -24,7 +24,7 @@ Block = tuple[Rows, ...]  # adjacent segments of equal lengths: their rows of q 
 def pool(q: Tensor, x: Tensor, blocks: list[Block], scale: float) -> tuple[Tensor, Tensor]:
     """u `[N, H, E]` of q `[N, H, E]` and x `[L, E]`, fp32 or fp64, 0 for queries of no block; and P
     of all blocks."""
-    u, p = torch.zeros_like(q), q.new_empty(sum(_num_weights(block, q) for block in blocks))
+    u, p = torch.zeros_like(q), q.new_empty(sum(_sizes(blocks, q)))
 
     def compute(items: list[tuple[Block, Tensor]]) -> None:
         for (queries, keys), weights in items:
@@ -68,20 +68,18 @@ def _all_heads(queries: Rows, q: Tensor) -> Tensor:
     return queries.take(q).flatten(1, 2)
 
 
-def _num_weights(block: Block, q: Tensor) -> int:
-    queries, keys = block
-    return queries.length * q.shape[1] * keys.num_rows
+def _sizes(blocks: list[Block], q: Tensor) -> list[int]:
+    """Elements of each block's P."""
+    return [queries.length * q.shape[1] * keys.num_rows for queries, keys in blocks]
 
 
 def _in_shares(
     compute: Callable[[list[tuple[Block, Tensor]]], None], blocks: list[Block], p: Tensor, q: Tensor
 ) -> None:
     """With each block's P `[segments, queries · H, rows]`."""
-    sizes = [_num_weights(block, q) for block in blocks]
-    weights = [
-        x.view(-1, queries.length * q.shape[1], keys.length)
-        for x, (queries, keys) in zip(p.split(sizes), blocks)
+    items = [
+        (block, weights.view(-1, block[0].length * q.shape[1], block[1].length))
+        for block, weights in zip(blocks, p.split(_sizes(blocks, q)))
     ]
     with one_thread() as threads:
-        items = list(zip(blocks, weights))
         in_shares(compute, items, lambda item: 2 * item[1].numel() * q.shape[2], threads)
