@@ -256,8 +256,8 @@ def measure_server(options: argparse.Namespace) -> dict[str, list[dict[str, str]
     results: dict[str, list[dict[str, str]]] = {name: [] for name in ways}
     for name, score in ways.items():
         most = min(options.requests, options.samples)
-        for queries in {most, *(2**i for i in range(most.bit_length()))}:  # compiles, and captures
-            score(list(range(queries)))
+        for size in {most, *(2**i for i in range(most.bit_length()))}:  # compiles, and captures
+            score(list(range(size)))
         for qps in options.qps:
             server = Server(score, options.requests, mlperf_scenario.complete)
             folder = options.out.parent / f"loadgen-{name.replace(', ', '-')}-{qps:g}"

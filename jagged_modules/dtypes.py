@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -67,6 +69,16 @@ def autocast_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     dtype, device = autocast_dtype(q), q.device
     q, k, v = [x if x.dtype == dtype and x.device == device else autocast(x) for x in (q, k, v)]
     return q, k, v
+
+
+def in_one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """Under autocast, the tensors in the dtype to which torch promotes theirs, as those of
+    torch.cat; otherwise as they are."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
+    return [x.to(dtype) for x in tensors]
 
 
 def names(dtypes: tuple[torch.dtype, ...]) -> str:

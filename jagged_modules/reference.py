@@ -133,7 +133,9 @@ def din_attention_reference(
     q `[R, E]` and an event of its segment that it sees. Running statistics are not updated."""
     mask = mask or AttentionMask()
     sides = segments(q_offsets), segments(kv_offsets)
-    targets = [0] * len(sides[0]) if mask.num_targets is None else to_ints(mask.num_targets)
+    targets = [0] * len(sides[0])
+    if mask.num_targets is not None and len(mask.num_targets):
+        targets = to_ints(mask.num_targets)
     pairs: list[Tensor] = []
     for rows, events, t in zip(*sides, targets):
         sizes = rows.stop - rows.start, events.stop - events.start

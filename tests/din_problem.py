@@ -157,17 +157,30 @@ def problem(
 
 @contextlib.contextmanager
 def roundings_of_kernels(case: Problem):
-    """The definition rounds what kernels round: the part of each feature in the first linear, so
-    near a kink errors are larger than z; and the two sums of a score's gradient,
-    p (v · do - out · do), so where p is nearly 1 errors are larger than their difference. The side
-    of a kink follows from an error ENLARGED times as large. Its first run must be exact."""
-    width, exact_z = case.tensors["k"].shape[1], deque()
+    """The definition rounds what kernels round.
+
+    The part of each feature in the first linear, and that of a difference as the difference of two
+    parts: near a kink errors are larger than z, and where q is nearly k those of the difference's
+    weight are larger than its gradient. The two sums of a score's gradient, p (v · do - out · do):
+    where p is nearly 1, errors are larger than their difference. The side of a kink follows from an
+    error ENLARGED times as large. Its first run must be exact."""
+    width, exact_z, pairs = case.tensors["k"].shape[1], deque(), []
+
+    def pair_features(q, k, features):
+        pairs[:] = q, k, features, of_pairs(q, k, features)
+        return pairs[-1]
 
     def by_feature(x, weight, bias):
-        if x.shape[1] <= width:
+        q, k, features, first = pairs
+        if x is not first and x.shape[1] <= width:
             return linear(x, weight, bias)
-        parts = zip(x.split(width, 1), weight.split(width, 1))
-        return sum((linear(*part) for part in parts), bias)
+        weights = weight.split(width, 1)
+        parts = [linear(*part) for part in zip(x.split(width, 1), weights)]
+        for name, minuend, other in (("q-k", q, k), ("k-q", k, q)):
+            if x is first and name in features:
+                i = features.index(name)
+                parts[i] = linear(minuend, weights[i]) - linear(other, weights[i])
+        return sum(parts, bias)
 
     def on_either_side(z, name, units):
         if name not in KINKED:
@@ -186,8 +199,9 @@ def roundings_of_kernels(case: Problem):
         return _SoftmaxSums.apply(*p, v, i, num_rows)
 
     softmax, sums = reference._softmax_of_rows, reference._weighted_sums
-    activation = reference.unit_activation
+    activation, of_pairs = reference.unit_activation, reference.pair_features
     with (
+        mock.patch.object(reference, "pair_features", pair_features),
         mock.patch.object(reference, "linear", by_feature),
         mock.patch.object(reference, "unit_activation", on_either_side),
         mock.patch.object(reference, "_softmax_of_rows", softmax_of_rows),

@@ -359,7 +359,7 @@ def din() -> str:
 
 `jagged_kernels.din.configs` decides. Events of a block, and warps. A multiprocessor gets at most
 {programs["fwd"]} programs of the forward, {programs["dq"]} of dq and of the MLP's gradients. In
-bf16, Hopper has a forward for two layers without a mask.
+bf16, Hopper has a forward for two layers where v is k, up to E=128.
 
 {merged(["dtype", "kernel"], sizes, rows)}
 """

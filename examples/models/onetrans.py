@@ -78,7 +78,8 @@ class OneTransBlock(nn.Module):
         mask = jm.AttentionMask(causal=True, num_targets=counts, target_group_size=self.num_tokens)
         out = F.jagged_attention(q, k, v, q_offsets, offsets, mask=mask).flatten(1)
         (first, _), (rest, _) = F.jagged_split(out, q_offsets, lengths, total_first=num_rows)
-        return first, rest
+        # lengths on a device are not known here: there are rows behind the last token
+        return first, rest[: of_tokens.shape[:2].numel()]
 
 
 class OneTrans(Head):

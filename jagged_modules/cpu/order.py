@@ -19,16 +19,16 @@ class ByLength(NamedTuple):
     kv_rows: Tensor
 
 
-def by_length(q_offsets: Tensor, kv_offsets: Tensor) -> ByLength | None:
-    """An order in which segments of equal lengths are adjacent. None if at most half of the keys
-    are in groups of segments that are not adjacent already."""
+def by_length(q_offsets: Tensor, kv_offsets: Tensor, share: float = 0.5) -> ByLength | None:
+    """An order in which segments of equal lengths are adjacent. None if at most this share of the
+    keys is in groups of segments that are not adjacent already."""
     if q_offsets.shape != kv_offsets.shape or len(q_offsets) < 3:
         return None
     q_lengths, kv_lengths = q_offsets.diff().long(), kv_offsets.diff().long()
     key, order = (kv_lengths * (q_offsets[-1] + 1) + q_lengths).sort(stable=True)
     gaps = (key[1:] == key[:-1]) & (order.diff() != 1)
     scattered = order[pad(gaps, (0, 1)) | pad(gaps, (1, 0))]
-    if 2 * int(kv_lengths[scattered].sum()) <= int(kv_offsets[-1]):
+    if int(kv_lengths[scattered].sum()) <= share * int(kv_offsets[-1]):
         return None
     return ByLength(*_reordered(q_offsets, order), *_reordered(kv_offsets, order))
 

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from ..containers.offsets import concatenated_rows, rows_and_segments, segments_and_positions
 from ..containers.padding import KEPT, SIDES, padded, padded_to
+from ..dtypes import in_one_dtype
 from ..scalars import check_choice, check_kind, check_size
 from ..segments import (
     check_device,
@@ -136,7 +137,7 @@ def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
     Args:
         x: `[L, D]` fp64, fp32, fp16 or bf16.
-        y: `[B, N, D]`, same dtype.
+        y: `[B, N, D]`, same dtype, except under autocast.
         offsets: `[B + 1]` int32 or int64, the segments of x, on x's device or the host.
 
     Returns:
@@ -172,7 +173,8 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
     values[0], then of values[1], and so on.
 
     Args:
-        values: one or more tensors `[L_k, ...]` with the same dtype and row shape.
+        values: one or more tensors `[L_k, ...]` with the same dtype, except under autocast, and
+            row shape.
         offsets: the offsets `[B + 1]` int32 or int64 of each of the values, on their device or the
             host.
 
@@ -199,8 +201,10 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
             f"values and offsets must have equal lengths, at least 1, got {len(values)} and"
             f" {len(offsets)}"
         )
-    for k, (x, bounds) in enumerate(zip(values, offsets)):
+    for k, x in enumerate(values):
         check_rows("jagged_concat", f"values[{k}]", x)
+    values = in_one_dtype(*values)
+    for k, (x, bounds) in enumerate(zip(values, offsets)):
         _check_alike(f"values[{k}]", x, "values[0]", values[0])
         offsets[k] = checked_offsets(f"offsets[{k}]", bounds, x.shape[0], x, f"values[{k}]'s")
         if may_have_tail(f"offsets[{k}]", bounds, x.shape[0], x.device):
@@ -406,6 +410,7 @@ def _jagged_dense(function: str, x: Tensor, y: Tensor, offsets: Tensor) -> Tenso
     """Arithmetic of each row of x `[L, D]` with the row of y that has its segment and position."""
     check_tensor("x", x, 2, "[L, D]", function)
     check_tensor("y", y, 3, "[B, N, D]", function)
+    x, y = in_one_dtype(x, y)
     _check_alike("y", y.flatten(0, 1), "x", x)
     given, offsets = offsets, _offsets_of_padded("y", y, offsets, x.shape[0])
     multiplies = function == "jagged_dense_mul"

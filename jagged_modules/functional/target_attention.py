@@ -199,6 +199,7 @@ def self_target_attention(
     check_tensor("q_candidates", q_candidates, 3, "[C, H, D]", function, implementation)
     check_tensor("k", k, 3, "[L, Hkv, D]", function, implementation)
     check_tensor("v", v, 3, "[L, Hkv, Dv]", function, implementation)
+    q_user, q_candidates, k, v = autocast(q_user), autocast(q_candidates), autocast(k), autocast(v)
     for what, expected, given in (
         ("dtype", q_user.dtype, q_candidates.dtype),
         ("device", q_user.device, q_candidates.device),
@@ -206,7 +207,6 @@ def self_target_attention(
     ):
         if given != expected:
             raise ValueError(f"q_candidates must have q_user's {what}, {expected}, got {given}")
-    q_user, q_candidates, k, v = autocast(q_user), autocast(q_candidates), autocast(k), autocast(v)
     check_operands(q_user, k, v, "q_user")
     rows, device = (q_user.shape[0], q_candidates.shape[0]), q_user.device
     if k.shape[0] != rows[0]:

@@ -162,10 +162,11 @@ def attend_to_levels(
     as if they were one segment."""
     if not jointly or len(levels) == 1:
         return tuple(x.attend(q, k, v, options) for x, (k, v) in zip(levels, operands))
-    if options.implementation == "reference":
-        return (_joint_by_definition(q, operands, levels, options),)
-    if options.activation != "softmax":
+    by_definition = options.implementation == "reference"
+    if options.activation != "softmax" and not by_definition:
         return (torch.stack(attend_to_levels(q, operands, levels, options, False)).sum(0),)
+    if by_definition:
+        return (_joint_by_definition(q, operands, levels, options),)
     keys_and_values = [x for k_and_v in operands for x in k_and_v]
     if torch.compiler.is_compiling():  # Dynamo takes no tensor twice
         keys_and_values = [x.view_as(x) for x in keys_and_values]

@@ -361,7 +361,10 @@ def _gradients(
     projections = wanted.q_weight, wanted.q_bias, wanted.keys, wanted.values
     needs = any((of_rows, wanted.context, *projections, wanted.q_norm, wanted.k_norm))
     of_out, h = [needs, wanted.out_weight, wanted.out_bias], saved.h
-    dh, *dout = linear_gradients(dy, h, saved.out_weight, of_out, h.dtype, ctx.dtype)
+    of_gemm = saved.out_weight, of_out, h.dtype, ctx.dtype
+    dh, *dout = linear_gradients(dy, h, *of_gemm, saved.out is None)  # else h may be out
+    if ctx.residual is not None and dy.dtype != ctx.x_dtype:  # then dy is a copy
+        release(dy)
     if dh is None:
         return None, (*[None] * 5, *dout, None, None)
     dh = dropout_gradient(dh, saved.kept, ctx.dropout)

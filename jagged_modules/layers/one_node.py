@@ -126,7 +126,10 @@ def rounded_rows(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> int:
     """The number of rows for the copy of x that `gemm_rows` makes on a GPU: x's own, rounded up, so
     that cuBLAS sees few. x's own if nothing is copied, or while a graph is recorded."""
     is_copied = end is not None or x.dtype != dtype
-    return rounded_size(x.shape[0]) if is_copied and not is_recording(x.device) else x.shape[0]
+    if not is_copied or is_recording(x.device):
+        return x.shape[0]
+    # GEMMs of many rows take longer than cuBLAS's choices for more numbers of rows.
+    return rounded_size(x.shape[0], 64 if x.numel() >= MANY else 16)
 
 
 def gemm_rows(

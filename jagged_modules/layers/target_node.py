@@ -7,6 +7,14 @@ Rows and parameters are cast once, to the dtype of the GEMMs; rows behind the la
 cleared in the same pass. Queries are grouped by user after their projection. The attention's
 backward writes the gradients of k and v as one tensor, that of their projection. The gradients of
 rows and of weights leave their GEMM in the rows' and the weights' dtype.
+
+On the CPU, where users have few candidates, the history is not projected:
+
+    scale · q (W_k x + b_k) = scale · (W_kᵀ q) x + c,  Σ p (W_v x + b_v) = W_v (Σ p x) + b_v Σ p
+
+c is a constant of the segment, which softmax takes away. So attention reads the history's rows
+themselves, and queries and sums are projected for each head. With n candidates, a row takes
+2 · n · H · E multiplications forward; its projection alone would take 2 · E².
 """
 
 from __future__ import annotations
@@ -18,14 +26,16 @@ import torch
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor, nn
 
+from ..cpu.buckets import groups
 from ..cpu.order import by_length, rows_back
+from ..cpu.pooling import pool, pooled_gradients
 from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
 from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import runs_kernels, with_zero_tail
 from ..masks import AttentionMask
 from ..segments import RowSegments, are_single, values_are_checkable
-from .one_candidate import attend_without_projection, has_one_candidate_each
+from ..settings import is_batch_invariant
 from .one_node import (
     cast,
     dropout_gradient,
@@ -70,8 +80,8 @@ def target_node(
 ) -> Tensor:
     """The layer's result for the rows of these targets of one level, in the operands' dtype.
     linears: its projections. history: `[L, E]`."""
-    if history.is_cpu and has_one_candidate_each(layer, given, history, dtype):
-        return attend_without_projection(layer, given, history)
+    if history.is_cpu and _has_few_candidates(layer, given, history, dtype):
+        return _attend_without_projection(layer, given, history)
     schedule = given.levels[0].schedule(layer.num_heads, layer.head_dim, dtype)
     dropout = in_training(layer.dropout, layer.dropout.p)
     of_weights = in_training(layer, layer.attention_dropout)
@@ -250,3 +260,65 @@ def in_order(x: Tensor, order: Tensor | None, out: Tensor | None = None) -> Tens
     ordered = rows[order] if x.is_cuda else rows.index_select(0, order)
     ordered = ordered if single else ordered.view(x.shape)
     return ordered if out is None else out.copy_(ordered)  # graphs take no strided `out=`
+
+
+def _has_few_candidates(
+    layer: JaggedTargetAttention, given: Targets, history: Tensor, dtype: torch.dtype
+) -> bool:
+    """Whether `_attend_without_projection` computes the layer on the CPU, and takes less time than
+    projections of the history `[L, E]`. dtype: of the projections."""
+    (level,) = given.levels
+    if history.dtype != dtype or dtype.itemsize < 4 or not values_are_checkable(level.keys.offsets):
+        return False
+    if in_training(layer, layer.attention_dropout) or is_batch_invariant():
+        return False
+    num_rows, width = history.shape
+    if width < 32:  # one query of a user takes less time without GEMMs
+        return False
+    queries, keys = level.queries.offsets.diff(), level.keys.offsets.diff()
+    if queries.shape != keys.shape or num_rows < 2 * int(queries.sum()):
+        return False
+    return 2 * layer.num_heads * int((queries * keys).sum()) <= width * num_rows
+
+
+def _attend_without_projection(
+    layer: JaggedTargetAttention, given: Targets, history: Tensor
+) -> Tensor:
+    """The layer's result for targets and their histories `[L, E]`."""
+    heads, (level,), kv_proj = layer.num_heads, given.levels, layer.kv_proj
+    offsets = level.queries.offsets, level.keys.offsets
+    q = level.grouped(torch.unflatten(layer.q_proj(given.rows), -1, (heads, -1)))
+    weights = torch.unflatten(kv_proj.weight, 0, (2, heads, -1))  # [2, H, D, E]
+    biases = torch.unflatten(kv_proj.bias, 0, (2, heads, 1, -1))
+    of_keys = (q.transpose(0, 1) @ weights[0]).transpose(0, 1)  # [N, H, E]
+    sums = apply(_Pooled, of_keys, history, *offsets, q.shape[2] ** -0.5).transpose(0, 1)
+    out = torch.baddbmm(biases[1], sums, weights[1].mT).transpose(0, 1)
+    queries, keys = (x.diff() for x in offsets)
+    out = out.masked_fill(torch.repeat_interleave(keys == 0, queries)[:, None, None], 0)
+    return layer.out_proj(layer.dropout(level.ungrouped(out).flatten(-2)))
+
+
+class _Pooled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, x: Tensor, q_offsets: Tensor, offsets: Tensor, scale: float
+    ) -> Tensor:
+        of_q, of_x, ctx.rows = None, None, (q.shape[0], x.shape[0])
+        order = by_length(q_offsets, offsets, share=0)
+        if order is not None:
+            q_offsets, of_q, offsets, of_x = order
+        ctx.blocks, ctx.scale = list(groups(q_offsets, offsets)), scale
+        q, x = in_order(q.detach(), of_q).contiguous(), in_order(x.detach(), of_x).contiguous()
+        u, p = pool(q, x, ctx.blocks, scale)
+        ctx.save_for_backward(q, x, p, of_q, of_x)
+        return rows_back(u, of_q, ctx.rows[0])
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, du: Tensor) -> tuple[Tensor | None, ...]:
+        q, x, p, *orders = ctx.saved_tensors
+        operands, wanted = (q, x, p), ctx.needs_input_grad[:2]
+        du = in_order(du, orders[0]).contiguous()
+        found = pooled_gradients(du, operands, ctx.blocks, ctx.scale, wanted)
+        gradients = zip(found, orders, ctx.rows)
+        return *(None if dx is None else rows_back(dx, *at) for dx, *at in gradients), *[None] * 3

@@ -8,7 +8,7 @@
 Lengths are lognormal. The materialising form has a row of features for each pair, as the published
 models have, but without padding; "compiled" is torch.compile of it, which takes minutes: it comes
 last, and is given up after --compile-limit seconds. Dice takes running statistics, as in serving.
-TFLOP/s count 2 · (E·H1 + H1·H2 + H2 + E) for each pair, and twice that in the backward: the
+TFLOP/s count 2 · (E·H1 + H1·H2 + H2 + E) for each visible pair, and twice that in the backward: the
 linears of q and of k are computed once per row. "GEMM of as many operations" is one long GEMM with
 the forward's number of operations, the floor. Speed-ups are over the materialising form.
 """
@@ -30,16 +30,22 @@ from torch.nn.functional import linear
 
 import jagged_modules as jm
 from jagged_modules import functional as F
+from jagged_modules.masks import is_visible
 from jagged_modules.unit_activations import WITH_PARAMETERS, UnitParameters
 
 MATERIALIZED, COMPILED = "a row for each pair", "a row for each pair, compiled"
 GEMM = "GEMM of as many operations"
 STATISTICS = 0.125, 1.5  # Dice's running means and variances
+MASKS = {  # of the candidates, as the history's last rows: all events before, the last 64 of them
+    "causal": jm.AttentionMask(causal=True),
+    "window": jm.AttentionMask(causal=True, window=(63, None)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Candidates of each user, mean length of the histories, E, activation and hidden units."""
+    """Candidates of each user, mean length of the histories, E, activation, hidden units, and a
+    mask of MASKS."""
 
     users: int
     candidates: int
@@ -47,12 +53,13 @@ class Sizes:
     width: int
     activation: str = "relu"
     hidden: tuple[int, int] = (80, 40)
+    mask: str | None = None
 
     @property
     def name(self) -> str:
         return (
             f"{self.users} users, {self.candidates} per user, {self.mean} events, E={self.width},"
-            f" {self.activation}"
+            f" {self.activation}{', ' + self.mask if self.mask else ''}"
         )
 
 
@@ -105,6 +112,7 @@ class Problem:
 
     def __init__(self, device: str, dtype: torch.dtype, sizes: Sizes):
         self.device, self.sizes = device, sizes
+        self.mask = MASKS[sizes.mask] if sizes.mask else None
         self.lengths = lognormal_lengths(sizes.users, sizes.mean, 20 * sizes.mean, 1.0)
         self.offsets = offsets_of(self.lengths)
         counts = torch.full_like(self.lengths, sizes.candidates)
@@ -122,13 +130,18 @@ class Problem:
         self.kv_offsets = self.offsets.to(device)
 
     def pairs(self, users: range) -> tuple[Tensor, Tensor]:
-        """The pairs of adjacent users: rows of q and of k."""
+        """The visible pairs of adjacent users: rows of q and of k."""
         lengths = self.lengths[users.start : users.stop].repeat_interleave(self.sizes.candidates)
         starts = self.offsets[users.start : users.stop].repeat_interleave(self.sizes.candidates)
         first = users.start * self.sizes.candidates
         i = torch.arange(first, first + len(lengths)).repeat_interleave(lengths)
         within = torch.arange(len(i)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         j = starts.repeat_interleave(lengths) + within
+        if self.mask is not None:
+            position = lengths + torch.arange(len(lengths)) % self.sizes.candidates
+            position, num_keys = (x.repeat_interleave(lengths) for x in (position, lengths))
+            seen = is_visible(self.mask, position - self.sizes.candidates, within, num_keys, 0)
+            i, j = i[seen], j[seen]
         return i.to(self.device), j.to(self.device)
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -166,7 +179,7 @@ class Problem:
             weights, biases = ([x[f"{kind}{n}"] for n in "123"] for kind in "wb")
             return F.din_attention(
                 x["q"], x["k"], x["k"], self.index, self.kv_offsets, weights, biases,
-                activation=name, units=units,
+                activation=name, units=units, mask=self.mask,
             )  # fmt: skip
 
         return self.implementation(forward)
@@ -199,7 +212,7 @@ class Problem:
 
     def setup(self, compile_limit: float) -> Setup:
         e, (h1, h2) = self.sizes.width, self.sizes.hidden
-        pairs = int(self.lengths.sum()) * self.sizes.candidates
+        pairs = sum(len(i) for i, _ in self.chunks())
         flops = 2.0 * pairs * (e * h1 + h1 * h2 + h2 + e)
         read, out = sum(x.nbytes for x in self.inputs.values()), self.grad.nbytes
 
@@ -230,13 +243,18 @@ class Problem:
 
 FULL = (
     *(Sizes(512, 50, 400, 64, name) for name in ("relu", "prelu", "sigmoid", "dice")),
+    *(Sizes(512, 50, 400, 64, name, mask="causal") for name in ("relu", "dice")),
+    Sizes(512, 50, 400, 64, "dice", mask="window"),
     Sizes(512, 50, 50, 64),
     Sizes(4096, 1, 400, 64),
     Sizes(4096, 1, 50, 128),
     Sizes(512, 50, 400, 128),
 )
 CPU = Sizes(16, 50, 400, 64), Sizes(512, 1, 50, 128)
-TINY = tuple(Sizes(3, 2, 5, 8, name, (7, 5)) for name in ("relu", "prelu", "dice"))
+TINY = tuple(
+    Sizes(3, 2, 5, 8, name, (7, 5), mask)
+    for name, mask in (("relu", None), ("prelu", "causal"), ("dice", None))
+)
 
 
 def make_cases(device: str, tiny: bool, compile_limit: float = 60.0) -> list[Case]:

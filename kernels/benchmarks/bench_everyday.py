@@ -1,5 +1,5 @@
 """Attention where users are: many short segments of lognormal lengths, one query row per candidate,
-segments of medium length.
+segments of medium length, wide heads.
 
     # on a CUDA device
     python kernels/benchmarks/bench_everyday.py
@@ -61,6 +61,7 @@ SYNTHETIC = ("lognormal", "uniform", "equal")
 HSTU = "HSTU (silu, causal), lognormal lengths"
 TARGET = "target attention, a query row per candidate"
 MEDIUM = "medium segments"
+WIDE = "wide heads, causal"
 LONG = "long causal segments, with and without a schedule"
 ORDER = "order of tiles"
 WALL = "wall time of a training step"
@@ -313,6 +314,7 @@ class Sizes:
     max_candidates: int
     medium: list[Uniform]
     long: list[Uniform]
+    wide: list[Uniform]
     host_bound: Uniform  # so few rows that the host's time counts
     host_bound_histories: Lognormal
     file_batch: int
@@ -335,6 +337,7 @@ FULL = Sizes(
         Uniform(1536, 1, 512, 128),
     ],
     long=[Uniform(8, 4096, 8192, 64)],
+    wide=[Uniform(64, 1024, 1024, dim) for dim in (192, 256, 136, 160, 224)],
     host_bound=Uniform(32, 96, 96, 128),
     host_bound_histories=Lognormal(64, 100, 1000, 64),
     file_batch=1024,
@@ -347,6 +350,7 @@ CPU = dataclasses.replace(
     histories=[Lognormal(16, 300, 3000, 64)],
     medium=[Uniform(24, 1, 512, 64)],
     long=[Uniform(2, 256, 512, 64)],
+    wide=[Uniform(4, 128, 128, 256)],
     host_bound=Uniform(4, 32, 32, 64),
     host_bound_histories=Lognormal(4, 50, 200, 64),
     file_batch=32,
@@ -360,6 +364,7 @@ TINY = Sizes(
     max_candidates=5,
     medium=[Uniform(6, 1, 20, 8)],
     long=[Uniform(2, 10, 20, 8)],
+    wide=[Uniform(2, 8, 8, 136)],
     host_bound=Uniform(2, 5, 5, 8),
     host_bound_histories=Lognormal(2, 5, 10, 8),
     file_batch=5,
@@ -454,6 +459,9 @@ def make_cases(device: str, tiny: bool, measured: Mapping[str, Tensor] | None = 
             with_and_without_schedule,
             attention(shape.lengths(), shape.head_dim, causal=True),
         )
+    for shape in sizes.wide:
+        causal = attention(shape.lengths(), shape.head_dim, causal=True)
+        add(WIDE, shape.name, everyday, causal)
     for shape in sizes.self_attention[:2]:
         add(ORDER, shape.name, orders, attention(shape.lengths(), shape.head_dim), picture="ms")
 

@@ -1,6 +1,7 @@
 """Tables of the record without published figures: this project's own operators and settings."""
 
 import bench_attention
+import bench_everyday
 import bench_layers
 import bench_levels
 import bench_linear_compress
@@ -20,6 +21,7 @@ SOURCE = "this project"
 
 PEAK = "forward_backward_peak_mb"
 BOARD = leaderboard.make_cases("cuda", False)
+WIDE = [x for x in bench_everyday.make_cases("cuda", False) if x.table == bench_everyday.WIDE]
 
 
 def board(key: str, table: str, caveat: str, columns: dict[str, str], peaks: dict[str, str]):
@@ -172,6 +174,26 @@ TABLES = [
             Column("this project, one launch", MS, OURS),
         ],
         rows=[Row(f"N={n}", f"history 1..{n}, 512 candidates") for n in (512, 1024, 2048)],
+    ),
+    Headline(
+        key="wide_heads",
+        title="Head dims above 128",
+        source=SOURCE,
+        published=(
+            "ms, forward / forward + backward, causal softmax, 64 full segments of 1,024 rows, H=4,"
+            " bf16."
+        ),
+        caveat="The padded form has nothing to pad.",
+        op="everyday",
+        table=bench_everyday.WIDE,
+        columns=[
+            Column("padded", MS, bench_everyday.PADDED),
+            Column("FA2", MS, FA2),
+            Column("FA4", MS, "FlashAttention-4"),
+            Column("portable", MS, PORTABLE),
+            Column("this project", MS, OURS),
+        ],
+        rows=[Row(name.rpartition(" ")[2], name) for name in sorted(case.name for case in WIDE)],
     ),
     Headline(
         key="many_candidates",

@@ -53,3 +53,17 @@ def test_pairs_are_those_of_each_user():
         for event in range(lengths[user])
     ]
     assert list(zip(i.tolist(), j.tolist())) == expected
+
+
+def test_pairs_under_a_mask_are_those_that_it_shows():
+    sizes = bench.Sizes(3, 4, 70, 8, "relu", (7, 5), "window")
+    problem = bench.Problem("cpu", torch.float32, sizes)
+    i, j = problem.pairs(range(3))
+    expected = []
+    for user, length in enumerate(problem.lengths.tolist()):
+        keep = problem.mask.keep(4, length)
+        rows, events = keep.nonzero(as_tuple=True)
+        found = zip(rows + 4 * user, events + problem.offsets[user])
+        expected += [(int(row), int(event)) for row, event in found]
+        assert int(keep.sum()) < 4 * length
+    assert list(zip(i.tolist(), j.tolist())) == expected

@@ -54,6 +54,7 @@ def test_every_implementation_is_right_and_measured(tiny_run):
         bench.TARGET: [softmax],
         bench.MEDIUM: [softmax] * 2,
         bench.LONG: [given],
+        bench.WIDE: [softmax],
         bench.ORDER: [[bench.UNSORTED, bench.ROUND_ROBIN, bench.OURS]] * 2,
         bench.WALL: [
             [name for x in implementations for name in (x, f"{x}, {bench.CALLER}")]
@@ -244,6 +245,7 @@ def test_full_sizes_are_those_of_the_tables():
             for kind in ("jagged", "full")
         ),
         (bench.LONG, "B8 N4096..8192 D64"),
+        *((bench.WIDE, f"B64 N1024..1024 D{dim}") for dim in (192, 256, 136, 160, 224)),
         *((bench.ORDER, shape) for shape in shapes[:2]),
         *(
             (bench.WALL, f"{mask}attention, {shape}")

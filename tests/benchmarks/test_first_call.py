@@ -76,7 +76,7 @@ def test_without_a_gpu(monkeypatch, capsys):
 @pytest.mark.gpu
 def test_processes_of_a_layer():
     row = first_call.measure_in_processes(KERNELS, "bfloat16", None)
-    # four clear rows behind the last segment
-    assert row["kernels"] == 2 + 4 and row["compiled in later steps"] == 0
+    # three clear rows behind the last segment; the few rows of the result are cleared before
+    assert row["kernels"] == 2 + 3 and row["compiled in later steps"] == 0
     first, loaded = row["first step s, empty cache"], row["first step s, warm cache"]
     assert 0 < row["compilation s"] < first and loaded < first

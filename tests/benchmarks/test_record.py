@@ -10,6 +10,7 @@ import bench_attention
 import bench_batch_invariant
 import bench_bias
 import bench_block_attention
+import bench_everyday
 import bench_gdpa
 import bench_jagged_ops
 import bench_levels
@@ -32,6 +33,7 @@ BENCHES = {
     "batch_invariant": bench_batch_invariant,
     "bias": bench_bias,
     "block_attention": bench_block_attention,
+    "everyday": bench_everyday,
     "gdpa": bench_gdpa,
     "jagged_ops": bench_jagged_ops,
     "leaderboard": leaderboard,

@@ -3,8 +3,8 @@ CASES."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class Exchanged(OnUsers):
 
 
 class OnCandidates(OnRows):
-    """Candidates, in any order, attend to their user's rows."""
+    """Candidates, in any order, attend to their user's rows. users_of: a map, or its index."""
 
     @staticmethod
     def inputs(users: int, rows: int, candidates: int) -> tuple[Tensor, ...]:
@@ -84,9 +84,12 @@ class OnCandidates(OnRows):
             torch.randint(users, (candidates,)),
         )
 
-    def forward(self, targets: Tensor, values: Tensor, offsets: Tensor, users_of: Tensor) -> Tensor:
-        index = jm.CandidateIndex.from_map(users_of, offsets.shape[0] - 1)
-        return self.layer(targets, (values, offsets), index)
+    def forward(
+        self, targets: Tensor, values: Tensor, offsets: Tensor, users_of: Tensor | jm.CandidateIndex
+    ) -> Tensor:
+        if isinstance(users_of, Tensor):
+            users_of = jm.CandidateIndex.from_map(users_of, offsets.shape[0] - 1)
+        return self.layer(targets, (values, offsets), users_of)
 
 
 class OnHistoryAndCandidates(OnCandidates):
@@ -231,11 +234,12 @@ def make(case: Case, device: str | torch.device | None = None) -> nn.Module:
         return case.model(case.build(device=device))
 
 
-def training_step(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+def training_step(model: nn.Module, inputs: Sequence[Any]) -> list[Tensor]:
     """The result, and the gradients of the parameters and of the floating-point inputs, of a loss
     that is the mean square."""
-    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
-    wanted = [*model.parameters(), *(x for x in leaves if x.requires_grad)]
+    rows = [isinstance(x, Tensor) and x.is_floating_point() for x in inputs]
+    leaves = [x.detach().requires_grad_() if own else x for x, own in zip(inputs, rows)]
+    wanted = [*model.parameters(), *(x for x, own in zip(leaves, rows) if own)]
     out = model(*leaves)
     return [out, *torch.autograd.grad(out.float().square().mean(), wanted)]
 

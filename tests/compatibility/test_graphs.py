@@ -179,6 +179,8 @@ def test_graphed(case):
     graph = jm.graphed(model, offsets=None if case.model is Compressed else OFFSETS_OF)
     for users, rows, candidates in (*SIZES, (5, 44, 12), *SIZES):
         inputs = [x.cuda() for x in case.model.inputs(users, rows, candidates)]
+        if case.name == "JaggedDINAttention-mask":  # a map is padded with candidates of user 0
+            inputs[-1] = jm.CandidateIndex.from_map(inputs[-1], users)
         torch.testing.assert_close(
             training_step(graph, inputs), training_step(model, inputs), rtol=1e-4, atol=1e-5
         )

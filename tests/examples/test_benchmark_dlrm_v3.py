@@ -78,6 +78,24 @@ def test_a_server_under_loadgen(tmp_path, capsys):
     assert "Server scenario, cached" in capsys.readouterr().out
 
 
+def test_each_way_is_warmed_up_and_served(tmp_path, monkeypatch):
+    """With a stand-in for LoadGen, which not every machine has."""
+    answered: list[int] = []
+
+    def serve(issue, qps, options, folder):
+        issue([SimpleNamespace(index=i, id=10 * qps + i) for i in range(options.samples)])
+        return {"result": "VALID"}
+
+    monkeypatch.setattr(bench.mlperf_scenario, "serve", serve)
+    monkeypatch.setattr(bench.mlperf_scenario, "complete", answered.extend)
+    options = ["--device", "cpu", "--qps", "1", "2", "--samples", "3"]
+    results = bench.measure_server(
+        bench.parse_arguments([*options, "--out", str(tmp_path / "results.json")])
+    )
+    assert results == {way: [{"result": "VALID"}] * 2 for way in ("eager", "cached")}
+    assert sorted(answered) == sorted(2 * [10, 11, 12, 20, 21, 22])
+
+
 def test_the_program(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COMMIT", "0123abc")
     out = tmp_path / "results.json"

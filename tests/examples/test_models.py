@@ -14,6 +14,9 @@ from ranking_model import Inputs, RankingModel
 
 import jagged_modules as jm
 from jagged_modules import functional as F
+from jagged_modules import segments
+from jagged_modules.functional import reductions
+from jagged_modules.functional import rows as jagged_rows
 
 from .ranking_batches import BATCHES, CONFIG, TABLES, make_batch
 
@@ -75,6 +78,17 @@ def test_padded_form_computes_the_same(name, lengths, training):
         torch.testing.assert_close(
             actual, expected, rtol=rtol, atol=1e-10, msg=lambda text, at=at: f"{at}: {text}"
         )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_lengths_that_the_host_does_not_know(monkeypatch, name):
+    """As on a device: selections of rows then have others behind their last segment."""
+    x = inputs(next(iter(BATCHES)))
+    expected = outcome(make_model(MODELS[name]).head, x, False)
+    for module in (reductions, jagged_rows, segments):
+        monkeypatch.setattr(module, "values_are_checkable", lambda x: False)
+    found = outcome(make_model(MODELS[name]).head, x, False)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 # the last block of OneTrans updates no event, so the part of these that events read is idle

@@ -49,9 +49,16 @@ def disassembled(cubin: bytes) -> str:
 
 def spilled_bytes(cubin: bytes) -> int:
     """Bytes of local memory of a thread: what did not fit into its registers."""
-    return int(
-        re.search(r"STACK:(\d+)", _output(cubin, knobs.nvidia.cuobjdump.path, "-res-usage"))[1]
-    )
+    return _used(cubin, "STACK")
+
+
+def registers_per_thread(cubin: bytes) -> int:
+    return _used(cubin, "REG")
+
+
+def _used(cubin: bytes, resource: str) -> int:
+    usage = _output(cubin, knobs.nvidia.cuobjdump.path, "-res-usage")
+    return int(re.search(rf"{resource}:(\d+)", usage)[1])
 
 
 def _output(cubin: bytes, *command: str) -> str:

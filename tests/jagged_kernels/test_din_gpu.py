@@ -48,37 +48,55 @@ def test_sizes(check_din, sizes, dtype):
         check_din("silu", dtype, "cuda", **options)
 
 
+@pytest.mark.parametrize("mask", [None, "hstu", "truncated", "band"])
 @pytest.mark.parametrize("normalize", [None, "softmax"])
 @pytest.mark.parametrize("activation", ["relu", "dice-eval", "sigmoid"])
-def test_rows_of_many_lengths(check_din, activation, normalize, monkeypatch):
+def test_rows_of_many_lengths(check_din, activation, normalize, mask, monkeypatch):
     """Tiles of a row of q are loaded while those of the row before are computed. A program has
     seven rows or eight, some of them without events."""
     from jagged_kernels.din import op
 
     monkeypatch.setattr(op._Launch, "programs", lambda launch, rows: 32)
     lengths = [0, 1, 64, 65, 0, 0, 200, 128, 300, 63, 129, 0]
-    options = dict(width=64, v_width=None, hidden=(80, 40), normalize=normalize)
+    options = dict(width=64, v_width=None, hidden=(80, 40), normalize=normalize, mask=mask)
     candidates = [i % 12 for i in range(240)]
     check_din(activation, BF16, "cuda", candidates=candidates, lengths=lengths, **options)
 
 
+@pytest.mark.parametrize("mask", [None, "hstu", "causal"])
 @pytest.mark.parametrize("activation", ["relu", "dice-eval"])
-def test_portable_forward(check_din, activation, monkeypatch):
+def test_portable_forward(check_din, activation, mask, monkeypatch):
     """Where Hopper's would run."""
     from jagged_kernels.din import op
 
     monkeypatch.setattr(op, "_runs_hopper", lambda *_: False)
-    options = dict(width=64, v_width=None, hidden=(80, 40), normalize=None)
+    options = dict(width=64, v_width=None, hidden=(80, 40), normalize=None, mask=mask)
     check_din(activation, BF16, "cuda", **options, **SEGMENTS)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("activation", ["dice", "silu"])
+@DTYPES
+@pytest.mark.parametrize("normalize", [None, "softmax"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks(check_din, mask, activation, dtype):
-    normalize = "softmax" if dtype == BF16 else None
+def test_masks(check_din, mask, activation, normalize, dtype):
     options = dict(width=64, v_width=None, hidden=(80, 40), normalize=normalize, mask=mask)
     check_din(activation, dtype, "cuda", **options, **SEGMENTS)
+
+
+@pytest.mark.parametrize("normalize", [None, "softmax"])
+@pytest.mark.parametrize("activation", ["sigmoid", "dice-eval"])
+@pytest.mark.parametrize("mask", ["causal", "truncated"])
+def test_nan_of_hidden_events_and_neighbours(mask, activation, normalize):
+    """NaN of events that no row sees does not reach the result."""
+    options = dict(width=64, v_width=None, hidden=(80, 40), normalize=normalize, mask=mask)
+    case = problem(activation, BF16, "cuda", candidates=[0, 2, 2], lengths=[90, 70, 300], **options)
+    k = case.tensors["k"].requires_grad_()
+    clean = case.call(*case.tensors.values())
+    (dk,) = torch.autograd.grad(clean.float().sum(), k)
+    hidden = dk.eq(0).all(1)
+    assert hidden.sum() > 300  # of 460
+    case.tensors["k"] = k.detach().masked_fill(hidden[:, None], torch.nan)
+    assert torch.equal(case.call(*case.tensors.values()), clean)
 
 
 def test_query_rows(check_din):

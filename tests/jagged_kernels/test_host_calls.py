@@ -64,7 +64,7 @@ STEPS = {
         lambda layer, x, t: layer(history(x), t[:, None], candidates())[1],
         512,
     ),
-    "GDPA": (lambda: jm.JaggedGDPA(WIDTH, 2), lambda layer, x, t: layer(history(x))[0], 518),
+    "GDPA": (lambda: jm.JaggedGDPA(WIDTH, 2), lambda layer, x, t: layer(history(x))[0], 519),
     "blocks": (
         lambda: jm.BlockDiagonalSelfAttention(WIDTH, 2),
         lambda layer, x, t: layer(history(x))[0],
@@ -73,7 +73,7 @@ STEPS = {
     "HSTU": (
         lambda: jm.HSTULayer(WIDTH, 2, config=jm.HSTUConfig(scaling_seqlen=100)),
         lambda layer, x, t: layer(history(x))[0],
-        673,
+        675,
     ),
     "encoder": (
         lambda: jm.JaggedEncoderLayer(WIDTH, 2, WIDTH),

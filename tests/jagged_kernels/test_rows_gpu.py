@@ -50,3 +50,11 @@ def test_more_rows_than_programs(check_row_norm, check_gate):
     """Each program adds several tiles to its sums."""
     check_row_norm(20_000, 512, Norm(), (FP32, BF16, FP32), "cuda")
     check_gate(20_000, 512, Norm(), BF16, "cuda", 0.1)
+
+
+def test_a_gradient_that_is_cast_by_halves(check_gate, monkeypatch):
+    from jagged_kernels.rows import op
+
+    monkeypatch.setattr(op, "HALVED", 1)
+    for rows, width in ((1, 64), (9001, 512)):
+        check_gate(rows, width, Norm(), BF16, "cuda", 0.1)

@@ -7,7 +7,7 @@ import torch
 from jagged_kernels.din.configs import DINProblem, forward_runs_on_hopper
 
 TYPICAL = DINProblem(
-    width=64, hidden=(80, 40), dtype=torch.bfloat16, same=True, aligned=True, masked=False,
+    width=64, hidden=(80, 40), dtype=torch.bfloat16, same=True, aligned=True,
     device_type="cuda", capability=(9, 0),
 )  # fmt: skip
 
@@ -27,7 +27,6 @@ TYPICAL = DINProblem(
         (dict(dtype=torch.float32), False),
         (dict(same=False), False),
         (dict(aligned=False), False),
-        (dict(masked=True), False),
         (dict(capability=(8, 0)), False),
         (dict(capability=(10, 0)), False),
         (dict(device_type="cpu"), False),  # the interpreter

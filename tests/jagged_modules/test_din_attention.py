@@ -54,6 +54,12 @@ def test_masks(activation, normalize, mask):
     assert_as_defined(problem(activation, normalize=normalize, mask=mask, **MANY))
 
 
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_of_no_user(mask):
+    """Numbers of targets are empty then."""
+    assert_as_defined(problem("silu", mask=mask, candidates=[], lengths=[]))
+
+
 @pytest.mark.parametrize("chunk, masked", [(1, 1), (3, 4), (100, 1)])
 def test_chunks_of_pairs_that_are_seen(monkeypatch, chunk, masked):
     monkeypatch.setattr(din, "CHUNK", chunk)

@@ -5,13 +5,13 @@ import dataclasses
 
 import pytest
 import torch
+from alive import Alive
 from row_stages import STAGES, attention_arguments, kept
 from tails import check as check_tail
 from tails import layer_case
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
 import jagged_modules as jm
 from jagged_modules.layers import hstu, hstu_node
@@ -140,28 +140,6 @@ def test_without_gradients_the_packed_projection_is_free_before_that_of_the_outp
         assert alive == [0, int(enabled)] and out.requires_grad == enabled
 
 
-class _Alive(TorchDispatchMode):
-    """Counts the storages that torch's operators have given and that are alive, in numbers for each
-    of so many rows, a prime. Others are not of rows."""
-
-    def __init__(self, rows):
-        super().__init__()
-        self.rows, self.storages = rows, {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = function(*args, **(kwargs or {}))
-        for x in tree_leaves(results):
-            if isinstance(x, torch.Tensor):
-                reference = StorageWeakRef(x.untyped_storage())
-                self.storages[reference.cdata] = reference
-        return results
-
-    def per_row(self):
-        alive = map(torch.UntypedStorage._new_with_weak_ptr, self.storages)
-        sizes = [x.nbytes() // 8 for x in alive if x is not None]
-        return sum(n // self.rows for n in sizes if n % self.rows == 0)
-
-
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_memory_of_a_step(as_node, offsets_of, monkeypatch, is_kept):
     """Numbers per row that are alive when a stage of the backward begins: da replaces a, and each
@@ -172,7 +150,7 @@ def test_memory_of_a_step(as_node, offsets_of, monkeypatch, is_kept):
 
     def noting(stage):
         def noted(*args):
-            alive.append(counter.per_row())
+            alive.append(counter.bytes_per_row() // 8)
             with _disable_current_modes():
                 return stage(*args)
 
@@ -181,7 +159,7 @@ def test_memory_of_a_step(as_node, offsets_of, monkeypatch, is_kept):
     names = "gate_linear_backward", "attention_backward", "row_norm_backward"
     noted = STAGES._replace(**{name: noting(getattr(STAGES, name)) for name in names})
     monkeypatch.setattr(hstu_node, "stages", lambda: noted)
-    with _Alive(1009) as counter:
+    with Alive(1009) as counter:
         out = layer((x, offsets_of([500, 0, 509])))[0]
         out.backward(dout, retain_graph=is_kept)
     packed, a, statistics = 2 * HEADS * (5 + 3), HEADS * 5, 4

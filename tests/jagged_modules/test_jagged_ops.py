@@ -517,3 +517,24 @@ def test_autocast(offsets_of):
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert x.grad.dtype == torch.float32
+
+
+def test_autocast_joins_dtypes_as_torch_does(offsets_of):
+    """Mixed dtypes come from layers whose rows stay in their dtype."""
+    x, offsets = torch.randn(5, 4).bfloat16().requires_grad_(), offsets_of([2, 3])
+    y = torch.randn(2, 4, 4, requires_grad=True)
+    rows = torch.cat([y[0, :2], y[1, :3]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = F.jagged_dense_add(x, y, offsets), F.jagged_dense_mul(x, y, offsets)
+        joined, ends = F.jagged_concat([x, rows], [offsets, offsets])
+    expected = x + rows, x * rows
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert joined.dtype == torch.float32 and ends.tolist() == [0, 4, 10]
+    assert torch.equal(joined[[0, 1, 4, 5, 6]], x.float())
+    dx, dy = torch.autograd.grad((joined * 2).sum(), (x, y))
+    assert dx.dtype == torch.bfloat16 and (dx == 2).all() and dy.dtype == torch.float32
+    for function in (F.jagged_dense_add, F.jagged_dense_mul):
+        with pytest.raises(ValueError, match="y must have x's dtype"):
+            function(x, y, offsets)
+    with pytest.raises(ValueError, match="must have values\\[0\\]'s dtype"):
+        F.jagged_concat([x, rows], [offsets, offsets])

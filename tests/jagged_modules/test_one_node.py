@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from alive import Alive
 from row_stages import cleared, normed
 from tails import check, gemm_shapes, layer_case
 from torch import nn
@@ -69,7 +70,8 @@ def row_norm(x, weight, bias, dtype, norm, columns=0, end=None):
     mean = in_groups.mean(2)
     centred = in_groups if rms else in_groups - mean[..., None]
     rstd = torch.rsqrt(centred.square().mean(2) + eps)
-    return cleared(normed(x, weight, bias, eps, groups, rms), end), mean, rstd
+    y = cleared(normed(x, weight, bias, eps, groups, rms), end).to(dtype)
+    return y, mean, rstd
 
 
 def row_norm_gradients(dy, x, weight, mean, rstd, residual, norm, end):
@@ -125,6 +127,7 @@ def nodes(monkeypatch):
         return all(map(one_node._is_plain, modules))
 
     replace(one_node, "may_be_one_node", is_plain)
+    replace(target_node, "_has_few_candidates", lambda *_: False)
     replace(block_layer, "runs_kernels", lambda *_: True)
     for module in (gdpa_node, residual_node):
         replace(module, "row_norm", row_norm)
@@ -325,6 +328,12 @@ def test_batches_of_similar_sizes_have_gemms_of_the_same_shapes(nodes, rounded):
     assert found[0] == found[1] and len(found[0]) == 9 and len(nodes) == 2
 
 
+def test_many_rows_are_rounded_up_by_less():
+    for rows, expected in ((999, 1024), (95_939, 96_256)):
+        x = torch.empty(rows, 512, device="meta")
+        assert one_node.rounded_rows(x, None, torch.bfloat16) == expected
+
+
 def test_the_output_too_where_only_the_device_knows(
     nodes, rounded, only_the_device_knows, monkeypatch
 ):
@@ -425,6 +434,35 @@ def test_without_gradients_projections_are_free_before_that_of_the_output(nodes,
         with torch.set_grad_enabled(enabled), Projections() as projections:
             out = case.run(case.layer, *case.inputs)
         assert (projections.alive[count] > 0) == enabled == out.requires_grad
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
+def test_memory_of_a_block_when_its_attentions_backward_begins(
+    nodes, monkeypatch, activation, is_kept
+):
+    """The copy of the result's gradient is free, and the rows of the output's projection too, if
+    they are not the attention's result, which a softmax's gradient reads."""
+    layer, alive, own = gdpa(jm.GDPABlock, activation)(), [], gdpa_node.packed_gradients
+    x, dout = torch.randn(2, 1009, WIDTH)
+
+    def noting(*args, **options):
+        alive.append(counter.bytes_per_row())
+        return own(*args, **options)
+
+    monkeypatch.setattr(gdpa_node, "packed_gradients", noting)
+    with Alive(1009) as counter, torch.autocast("cpu", torch.bfloat16):
+        x = x.clone().requires_grad_()
+        out = layer((x, offsets_of([500, 0, 509])))[0]
+        out.backward(dout, retain_graph=is_kept)
+    wide, narrow = 4 * WIDTH, 2 * WIDTH
+    of_rows = 2 * wide + narrow + 8  # x, the result, normed rows and statistics
+    qkv_and_dh, h, copy = 4 * narrow, narrow, narrow
+    kept = h + copy if is_kept else 0
+    if activation == "softmax":
+        kept = max(kept, h) + 4 * layer.attention.num_heads  # and logarithms
+    assert alive == [of_rows + qkv_and_dh + kept]
+    assert len(nodes) == 1
 
 
 def test_a_result_that_nothing_reads_gives_no_gradient(nodes):

@@ -49,7 +49,7 @@ def test_accuracy(monkeypatch, chunks, dtype, size):
 def test_results_are_those_of_groups(monkeypatch, chunks):
     """In float64, of a layer too, with targets in any order. It projects the history, as of few
     rows."""
-    monkeypatch.setattr(target_node, "has_one_candidate_each", lambda *_: False)
+    monkeypatch.setattr(target_node, "_has_few_candidates", lambda *_: False)
     layer = jm.JaggedTargetAttention(16, 2).double()
     targets, history = (torch.randn(n, 16, dtype=torch.float64) for n in (7, sum(LENGTHS)))
     users = torch.tensor([4, 0, 6, 2, 1, 5, 3])
@@ -120,8 +120,9 @@ def test_other_queries_are_computed_in_groups(chunks):
     assert not chunks
 
 
-def test_the_order_of_histories_is_kept():
-    """No operator sorts or gathers the rows of a history."""
+def test_the_order_of_histories_is_kept(monkeypatch):
+    """No operator sorts or gathers the rows of a history that is projected."""
+    monkeypatch.setattr(target_node, "_has_few_candidates", lambda *_: False)
     layer = jm.JaggedTargetAttention(16, 2)
     history, targets = torch.randn(sum(LENGTHS), 16), torch.randn(7, 1, 16)
     layer(targets, (history, OFFSETS))

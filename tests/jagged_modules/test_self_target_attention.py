@@ -385,3 +385,16 @@ BAD = [
 def test_bad_input(change, error, message):
     with pytest.raises(error, match=message):
         F.self_target_attention(**(GOOD | change))
+
+
+def test_autocast_takes_candidates_of_another_dtype():
+    q_user, k, v = torch.randn(3, 5, 2, 8)
+    q_candidates, offsets = torch.randn(3, 2, 8).bfloat16(), torch.tensor([0, 2, 5])
+    at = offsets, torch.tensor([0, 1, 3])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = F.self_target_attention(q_user, q_candidates, k, v, *at)
+    rounded = [x.bfloat16() for x in (q_user, q_candidates, k, v)]
+    for x, expected in zip(found, F.self_target_attention(*rounded, *at)):
+        assert torch.equal(x, expected)
+    with pytest.raises(ValueError, match="q_candidates must have q_user's dtype"):
+        F.self_target_attention(q_user, q_candidates, k, v, *at)

@@ -132,6 +132,32 @@ def is_visible(column, row, bounds, MASK: tl.constexpr):
 
 
 @triton.jit
+def visible_runs(row, first_target, MASK: tl.constexpr):
+    """The columns that a row sees, as ascending runs (first, end), of which some may be empty. One
+    run or two are [low, high) with [own_low, row]; one more comes first with a prefix."""
+    low, high, own_low, _ = visible_columns(row, first_target, MASK)
+    own_low, own_end = tl.maximum(own_low, 0), tl.maximum(row + 1, 0)
+    hidden = high <= tl.maximum(low, 0)
+    low, high = tl.where(hidden, own_low, tl.maximum(low, 0)), tl.where(hidden, own_low, high)
+    runs = ()
+    if MASK.global_prefix > 0:
+        end = _prefix_end(row, first_target, MASK)
+        end = tl.where(low <= end, tl.maximum(high, end), end)
+        end = tl.where(own_low <= end, tl.maximum(own_end, end), end)
+        end = tl.where(low <= end, tl.maximum(high, end), end)  # own columns may reach up to low
+        runs = ((0, end),)
+        low, high = tl.maximum(low, end), tl.maximum(high, end)
+        own_low, own_end = tl.maximum(own_low, end), tl.maximum(own_end, end)
+    first, last = tl.minimum(low, own_low), tl.maximum(high, own_end)
+    if not (MASK.has_targets or MASK.recent_history > 0):  # they are adjacent
+        return runs + ((first, last),)
+    else:
+        end, second = tl.minimum(high, own_end), tl.maximum(low, own_low)
+        apart = end < second
+        return runs + ((first, tl.where(apart, end, last)), (tl.where(apart, second, last), last))
+
+
+@triton.jit
 def column_blocks(
     first_row, last_row, kv_len, first_target, MASK: tl.constexpr, BLOCK_N: tl.constexpr
 ):

@@ -85,15 +85,13 @@ HOPPER_STAGES = 4  # tiles of events in shared memory
 
 @dataclasses.dataclass(frozen=True)
 class DINProblem:
-    """What decides which forward runs. same: v is k. aligned: TMA can read rows of k. masked: an
-    AttentionMask hides events."""
+    """What decides which forward runs. same: v is k. aligned: TMA can read rows of k."""
 
     width: int
     hidden: tuple[int, ...]
     dtype: torch.dtype
     same: bool
     aligned: bool
-    masked: bool
     device_type: str
     capability: tuple[int, int]
 
@@ -111,7 +109,6 @@ def forward_runs_on_hopper(problem: DINProblem) -> bool:
         and problem.dtype == torch.bfloat16
         and problem.same
         and problem.aligned
-        and not problem.masked
         and problem.hidden[0] <= 128
         and problem.hidden[1] <= 64
         and 2 * elements <= 108 * 1024  # bytes, of 113 KiB

@@ -4,7 +4,8 @@
 
 Warps           no specialisation: four warps compute one row of q after another; four thread
                 blocks an SM, or two
-Tiles           64 events of E columns, 64 or 128. A layer's units are in pieces, see mlp.py
+Tiles           64 adjacent events of E columns, 64 or 128, of those that the row sees: walk.py. A
+                layer's units are in pieces, see mlp.py
 MMAs            z1: k from shared memory. z2: h1 from registers. out: kᵀ, 64 or 128 rows, times p in
                 eight equal columns, the smallest number
 Barriers        full, one for each stage of the ring of k: arrive count 1 (the thread that expects
@@ -33,7 +34,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common.activations import _fast_tanh
 from ..common.gluon_api import load_tile, thread_barrier
-from ..common.loads import load_segment
 from ..common.pipeline import (
     make_barriers,
     mma_abt,
@@ -45,10 +45,10 @@ from ..common.pipeline import (
 from ..common.ptxas import safe_ptxas
 from .configs import HOPPER_STAGES
 from .mlp import has_table
+from .walk import AHEAD, end_of, find_seen, find_tile, find_tile_ahead, num_missing, without_tile
 
 BLOCK = gl.constexpr(64)  # events of a tile
 STAGES = gl.constexpr(HOPPER_STAGES)
-AHEAD = gl.constexpr(HOPPER_STAGES - 1)  # tiles that are loaded before their turn
 COPIES = gl.constexpr(8)  # columns of p
 WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -66,13 +66,6 @@ class Buffers(NamedTuple):
     bias: gl.tuple
     weight: gl.tuple
     tables: gl.tuple
-
-
-class Events(NamedTuple):
-    """The events of a row of q: the first one, and how many."""
-
-    start: gl.tensor
-    length: gl.tensor
 
 
 class Sums(NamedTuple):
@@ -101,12 +94,11 @@ def _find_user(row, offsets_ptr, num_segments):
 
 
 @gluon.jit
-def _find_events(row, num_rows, num_segments, users):
-    """The Events of a row of q; none from num_rows on, and behind the last segment."""
+def _find_seen(row, num_rows, num_segments, users, OPTIONS: gl.constexpr):
+    """The Seen of a row of q."""
+    MASK: gl.constexpr = OPTIONS.mask
     user = _find_user(row, users.q_offsets, num_segments)
-    start, length = load_segment(users.kv_offsets, user)
-    there = (row < num_rows) & (row < gl.load(users.q_offsets + num_segments))
-    return Events(start, gl.where(there, length, 0))
+    return find_seen(row, user, num_rows, num_segments, users, MASK, BLOCK)
 
 
 @gluon.jit
@@ -296,22 +288,11 @@ def _load_events(k_desc, buffers, row, step, wanted):
 
 
 @gluon.jit
-def _load_missing(k_desc, buffers, events, step, missing):
+def _load_missing(k_desc, buffers, seen, step, missing):
     """Start to load the first tiles of a row, of which only `missing` were not."""
     for i in gl.static_range(AHEAD):
-        wanted = (i < missing) & (events.length > BLOCK * i)
-        _load_events(k_desc, buffers, events.start + BLOCK * i, step + i, wanted)
-
-
-@gluon.jit
-def _load_ahead(k_desc, buffers, events, next_events, step):
-    """Start to load the tile that is AHEAD of the first one of these events: it may be one of the
-    next row of q."""
-    tiles = (events.length + BLOCK - 1) // BLOCK
-    column = BLOCK * (AHEAD - tiles)
-    inside = tiles > AHEAD
-    row = gl.where(inside, events.start + BLOCK * AHEAD, next_events.start + column)
-    _load_events(k_desc, buffers, row, step + AHEAD, inside | (column < next_events.length))
+        wanted = (i < missing) & (end_of(seen) > BLOCK * i)
+        _load_events(k_desc, buffers, find_tile(seen, BLOCK * i)[0], step + i, wanted)
 
 
 @gluon.jit
@@ -350,11 +331,11 @@ def _start_second(h, buffers, j: gl.constexpr, DTYPE: gl.constexpr, OPTIONS: gl.
 
 @gluon.jit
 def _tile(
-    z, sums, k_desc, buffers, last_bias, events, next_events, step,
+    z, sums, k_desc, buffers, last_bias, seen, next_seen, step,
     NEXT: gl.constexpr, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
-    """z1 of the next tile, if there is one (NEXT), and the sums with this tile's, the first of
-    these events. next_events: of the next row of q."""
+    """z1 of the next tile, if there is one (NEXT), and the sums with this tile's, the first one of
+    `seen`. next_seen: of the next row of q."""
     DTYPE: gl.constexpr = k_desc.dtype
     FIRST: gl.constexpr = len(OPTIONS.pieces[0])
     SECOND: gl.constexpr = len(OPTIONS.pieces[1])
@@ -370,7 +351,7 @@ def _tile(
         part, used = _start_second(h, buffers, j, DTYPE, OPTIONS)
         z2, operands = z2 + (part,), operands + used
     if NEXT:
-        next_z = _start_first(buffers, step + 1, events.length - BLOCK)
+        next_z = _start_first(buffers, step + 1, find_tile(seen, BLOCK)[1])
         found = warpgroup_mma_wait(FIRST, deps=z2 + operands)
     else:
         next_z = ()
@@ -384,7 +365,7 @@ def _tile(
     acc, largest, total = sums
     if OPTIONS.softmax:
         rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
-        p = gl.where(rows < events.length, p, float("-inf"))
+        p = gl.where(rows < find_tile(seen, 0)[1], p, float("-inf"))
         new = gl.maximum(largest, gl.max(p, 0))
         p, rescale = gl.exp(p - new), gl.exp(largest - new)
         acc, total, largest = acc * rescale, total * rescale + p, new
@@ -395,7 +376,8 @@ def _tile(
     acc = warpgroup_mma(
         buffers.k.index(step % STAGES).permute((1, 0)), of_tile.permute((1, 0)), acc, is_async=True
     )
-    _load_ahead(k_desc, buffers, events, next_events, step)  # its barriers come while MMAs run
+    row, ahead, wanted = find_tile_ahead(seen, next_seen, step, BLOCK)
+    _load_events(k_desc, buffers, row, ahead, wanted)  # its barriers come while MMAs run
     if NEXT:
         done = warpgroup_mma_wait(0, deps=next_z + (acc,))
         return done[:FIRST], Sums(done[FIRST], largest, total)
@@ -431,35 +413,36 @@ def din_fwd_hopper_kernel(
     columns = gl.arange(0, COPIES, layout=gl.SliceLayout(0, L))[None, :]
     units = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))[:, None]
     step, missing = 0, AHEAD
-    next_events = _find_events(gl.program_id(0), num_rows, num_segments, users)
+    next_seen = _find_seen(gl.program_id(0), num_rows, num_segments, users, OPTIONS)
     for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
-        events = next_events
-        _load_missing(k_desc, buffers, events, step, missing)
-        next_events = _find_events(row + gl.num_programs(0), num_rows, num_segments, users)
-        missing = gl.maximum(AHEAD - (events.length + BLOCK - 1) // BLOCK, 0)
+        seen = next_seen
+        _load_missing(k_desc, buffers, seen, step, missing)
+        next_row = row + gl.num_programs(0)
+        next_seen = _find_seen(next_row, num_rows, num_segments, users, OPTIONS)
+        missing = num_missing(seen, BLOCK)
         row = row.to(gl.int64)
         sums = Sums(
             gl.zeros([WIDTH, COPIES], gl.float32, L),
             float("-inf"),
             gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, L)),
         )
-        if events.length > 0:
+        if end_of(seen) > 0:
             q_ptr = operands.q + row * (strides[0] * OPTIONS.align)
             _store_first(buffers, q_ptr, operands.of_k, weights[0], OPTIONS)
             a_ptr = operands.a + row * (strides[2] * OPTIONS.align)
             _store_vectors(buffers.a, _load_pieces(a_ptr, 0, OPTIONS))
             fence_async_shared()
             thread_barrier()
-            z = _wait(_start_first(buffers, step, events.length), 0)
-            while events.length > BLOCK:
+            z = _wait(_start_first(buffers, step, find_tile(seen, 0)[1]), 0)
+            while end_of(seen) > BLOCK:
                 z, sums = _tile(
-                    z, sums, k_desc, buffers, last_bias, events, next_events, step,
+                    z, sums, k_desc, buffers, last_bias, seen, next_seen, step,
                     True, ACTIVATION, OPTIONS,
                 )  # fmt: skip
-                events = Events(events.start + BLOCK, events.length - BLOCK)
+                seen = without_tile(seen, BLOCK)
                 step += 1
             _, sums = _tile(
-                z, sums, k_desc, buffers, last_bias, events, next_events, step,
+                z, sums, k_desc, buffers, last_bias, seen, next_seen, step,
                 False, ACTIVATION, OPTIONS,
             )  # fmt: skip
             step += 1

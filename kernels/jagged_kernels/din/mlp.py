@@ -15,18 +15,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..attention.mask import (
-    Blocks,
-    column_blocks,
-    first_target_column,
-    is_visible,
-    masked_block,
-    num_masked_blocks,
-    visible_columns,
-)
-from ..common.loads import find_segment, load_segment
+from ..attention.mask import Blocks, is_visible, visible_columns
+from ..common.loads import find_segment
 from ..schedule.cost import MaskParams
 from .accumulators import partial_sums, zeros
+from .walk import Seen, end_of, find_seen, find_tile
 
 
 class Options(NamedTuple):
@@ -81,17 +74,17 @@ class Operands(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Rows [1, n] of a piece's table, see `UnitTable` of jagged_modules. rest is 1 - slope, half of
-    the argument of Dice's sigmoid is half · z + shift, and the gradient of z through the statistics
-    is d0 + d1 · z."""
+    """Rows [1, n] of a piece with Dice, which `din_units_kernel` computes from a `UnitTable` of
+    jagged_modules. rest is 1 - slope, half of the argument of the sigmoid is half · z + shift,
+    curve is rest · weight · rstd, and the gradient of z through the statistics is d0 + d1 · z."""
 
     slope: tl.tensor
     rest: tl.tensor
     mean: tl.tensor
     rstd: tl.tensor
-    scale: tl.tensor
     half: tl.tensor
     shift: tl.tensor
+    curve: tl.tensor
     d0: tl.tensor
     d1: tl.tensor
 
@@ -101,7 +94,7 @@ class Mlp(NamedTuple):
 
     first: M of a row of q, pieces [n, block_e]. second: W2, for each piece of the first layer those
     of the second one, [m, n], which a program keeps. a: of the row of q. bias: b2. last: w.
-    last_bias: b3, its value. tables: those of each layer.
+    last_bias: b3, its value. tables: of each layer, with Dice the rows of a Unit.
     """
 
     first: tl.tuple
@@ -114,24 +107,15 @@ class Mlp(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The events of a row of q.
+    """The events that a row of q sees. end: of a loop over blocks, whose rounds `load_block`
+    takes."""
 
-    start, length: the first event of the user, and how many there are. end: of a loop over blocks,
-    whose rounds `load_block` takes. column: of the row among the events. first_target: of the
-    mask. blocks: those that the row visits.
-    """
-
-    start: tl.tensor
-    length: tl.tensor
     end: tl.tensor
-    column: tl.tensor
-    first_target: tl.tensor
-    blocks: Blocks
+    seen: Seen
 
 
 class Events(NamedTuple):
-    """A block of events: k [block, block_e], v [block, block_v], and which rows are the segment's
-    and seen."""
+    """A block of events: k [block, block_e], v [block, block_v], and which rows are seen."""
 
     k: tl.tensor
     v: tl.tensor
@@ -165,14 +149,12 @@ def load_vector(ptr, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexp
 @triton.jit
 def load_tile(
     ptr, stride, num_rows, FIRST: tl.constexpr, SIZE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, seen=None,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, BLOCK] from column FIRST on. Rows from num_rows on, rows that are not `seen`, and
-    columns from SIZE on, are 0."""
+    """[ROWS, BLOCK] from column FIRST on. Rows from num_rows on, and columns from SIZE on, are
+    0."""
     rows, columns = tl.arange(0, ROWS), FIRST + tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
-    if seen is not None:
-        mask = mask & seen[:, None]
     return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
 
 
@@ -204,13 +186,9 @@ def _load_row(
 def _load_unit(mlp, LAYER: tl.constexpr, PIECE: tl.constexpr, OPTIONS: tl.constexpr):
     """The Unit of a piece of a layer with Dice."""
     rows = ()
-    for row in tl.static_range(7):
+    for row in tl.static_range(9):
         rows = rows + (_load_row(mlp, row, LAYER, PIECE, OPTIONS),)
-    slope, mean, rstd, weight, bias, d0, d1 = rows
-    scale, d1 = weight * rstd, d1 * rstd
-    half = 0.5 * scale  # the fast sigmoid takes half of its argument
-    shift, d0 = 0.5 * bias - mean * half, d0 - mean * d1
-    return Unit(slope, 1.0 - slope, mean, rstd, scale, half, shift, d0, d1)
+    return Unit(*rows)
 
 
 @triton.jit
@@ -286,30 +264,26 @@ def reread(mlp, index):
     zero = tl.minimum(index, 0)
     tables = ()
     for i in tl.static_range(len(mlp.tables)):
-        tables = tables + (mlp.tables[i] + zero,)
+        tables = tables + (mlp.tables[i] + tl.multiple_of(zero, 16),)
     return Mlp(
         mlp.first, mlp.second, mlp.a + zero, mlp.bias + zero, mlp.last + zero, mlp.last_bias, tables
     )
 
 
 @triton.jit
-def load_events(operands, strides, row, num_rows, OPTIONS: tl.constexpr, seen=None):
-    """The block of events from a row on, of which num_rows are the segment's. They are 0 where they
-    are not `seen`."""
+def load_events(operands, strides, row, num_rows, OPTIONS: tl.constexpr):
+    """The block of events from a row on, of which num_rows are the segment's."""
     k = load_tile(
         operands.k + row * (strides[1] * OPTIONS.align), strides[1] * OPTIONS.align, num_rows,
-        0, OPTIONS.width, OPTIONS.block, OPTIONS.block_e, seen,
+        0, OPTIONS.width, OPTIONS.block, OPTIONS.block_e,
     )  # fmt: skip
     v = k
     if not OPTIONS.same:
         v = load_tile(
             operands.v + row * (strides[4] * OPTIONS.align), strides[4] * OPTIONS.align, num_rows,
-            0, OPTIONS.v_width, OPTIONS.block, OPTIONS.block_v, seen,
+            0, OPTIONS.v_width, OPTIONS.block, OPTIONS.block_v,
         )  # fmt: skip
-    real = tl.arange(0, OPTIONS.block) < num_rows
-    if seen is not None:
-        real = real & seen
-    return Events(k, v, real)
+    return Events(k, v, tl.arange(0, OPTIONS.block) < num_rows)
 
 
 @triton.jit
@@ -317,19 +291,19 @@ def load_keys(row, users, num_segments, OPTIONS: tl.constexpr):
     """The Keys of a row of q; none behind the last segment."""
     MASK: tl.constexpr = OPTIONS.mask
     user = find_segment(row, users.q_offsets, num_segments, 0, False)
-    start, length = load_segment(users.kv_offsets, user)
-    length = tl.where(row < tl.load(users.q_offsets + num_segments), length, 0)
-    if MASK is None:
-        return Keys(start, length, length, 0, 0, ())
-    else:
-        q_start, q_len = load_segment(users.q_offsets, user)
-        column = (row - q_start).to(tl.int32) + length - q_len
-        first_target = first_target_column(users.num_targets, user, length, MASK)
-        blocks = all_masked(
-            column_blocks(column, column, length, first_target, MASK, OPTIONS.block)
-        )
-        end = tl.where(length > 0, num_masked_blocks(blocks) * OPTIONS.block, 0)
-        return Keys(start, length, end, column, first_target, blocks)
+    seen = find_seen(row, user, None, num_segments, users, MASK, 1)
+    return Keys(end_of(seen), seen)
+
+
+@triton.jit
+def load_block(operands, strides, keys, index, OPTIONS: tl.constexpr):
+    """The Events of a round of a loop over a row's Keys. index: 0, block, 2 · block, ... up to the
+    end."""
+    row, num_rows = find_tile(keys.seen, index)
+    if len(keys.seen.others) > 0:  # of each event of the block, which may be one of another run
+        i = tl.arange(0, OPTIONS.block)[:, None]
+        row, num_rows = find_tile(keys.seen, index + i)[0] - i, keys.end - index
+    return load_events(operands, strides, row, num_rows, OPTIONS)
 
 
 @triton.jit
@@ -339,17 +313,6 @@ def all_masked(blocks):
         blocks.first, blocks.count, blocks.second_first, blocks.second_count,
         blocks.third_first, blocks.third_count, 0, 0, 0,
     )  # fmt: skip
-
-
-@triton.jit
-def load_block(operands, strides, keys, index, OPTIONS: tl.constexpr):
-    """The Events of a round of a loop over a row's Keys, of which hidden ones are 0. index: 0,
-    block, 2 · block, ... up to the end."""
-    first, seen = index, None
-    if OPTIONS.mask is not None:
-        first = masked_block(index // OPTIONS.block, keys.blocks) * OPTIONS.block
-        seen = sees(first, keys.column, keys.first_target, OPTIONS)
-    return load_events(operands, strides, keys.start + first, keys.length - first, OPTIONS, seen)
 
 
 @triton.jit
@@ -469,7 +432,8 @@ def activation_gradient(
     dh, z, real, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
 ):
     """dz of a layer, and for each piece `partial_sums` of the gradients of slope, and with Dice
-    of bias and weight, of its table; none without one."""
+    of bias and weight, of its table; none without one. Those of bias lack the factor rest, those of
+    weight rest · rstd."""
     dz, sums = (), ()
     for i in tl.static_range(len(z)):
         if OPTIONS.units is None:
@@ -484,13 +448,14 @@ def activation_gradient(
         else:
             unit = _load_unit(mlp, LAYER, i, OPTIONS)
             p = ACTIVATION(z[i] * unit.half + unit.shift, 2.0)[0]
-            dslope = dh[i] * z[i] * (1.0 - p)
-            g = dslope * (unit.rest * p)
-            piece = dh[i] * (unit.slope + unit.rest * p) + g * unit.scale
-            piece += unit.d0 + unit.d1 * z[i]
+            left = z[i] - z[i] * p
+            bend = left * p  # z p (1 - p)
+            slope = unit.slope + unit.rest * p + unit.curve * bend
+            piece = dh[i] * slope + (unit.d0 + unit.d1 * z[i])
             dz = dz + (tl.where(real[:, None], piece, 0.0),)
-            dweight = partial_sums(g * ((z[i] - unit.mean) * unit.rstd))
-            sums = sums + ((partial_sums(dslope), partial_sums(g), dweight),)
+            g = dh[i] * bend
+            dweight = partial_sums(g * (z[i] - unit.mean))
+            sums = sums + ((partial_sums(dh[i] * left), partial_sums(g), dweight),)
     return dz, sums
 
 

@@ -4,17 +4,19 @@
     out = Σ_i p_i v_i  with  p = s, or the softmax of s over the events
 
 a is what the first layer adds for a row of q; its GEMM, and those of its gradients, are the
-caller's. triton_forward.py, hopper_forward.py and triton_backward.py have the kernels, mlp.py and
-accumulators.py their device functions, configs.py the launch configurations. Results are
-deterministic: each row of a result has one program, and gradients of the MLP are parts of a fixed
-number of programs, summed in a fixed order.
+caller's. triton_forward.py, hopper_forward.py and triton_backward.py have the kernels, mlp.py,
+walk.py and accumulators.py their device functions, configs.py the launch configurations. Results
+are deterministic: each row of a result has one program, and gradients of the MLP are parts of a
+fixed number of programs, summed in a fixed order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from ..common.activations import activation_factors, activation_function
@@ -41,10 +43,10 @@ from .configs import (
     pieces,
 )
 from .hopper_forward import din_fwd_hopper_kernel
-from .mlp import Operands, Options, Users, has_table
+from .mlp import Operands, Options, Unit, Users, has_table
 from .results import empty_gradients, joined_moments
 from .triton_backward import din_bwd_dkdv_kernel, din_bwd_dmlp_kernel, din_bwd_dq_kernel
-from .triton_forward import din_fwd_kernel, din_moments_kernel
+from .triton_forward import din_fwd_kernel, din_moments_kernel, din_units_kernel
 
 
 class _Launch(NamedTuple):
@@ -74,7 +76,7 @@ def _prepare(
     operands: list[Tensor],
     weights: list[Tensor],
     biases: list[Tensor],
-    tables: list[Tensor | None],
+    tables: Sequence[Tensor | None],
     activation: str,
     softmax: bool = False,
     only: int = -1,
@@ -120,14 +122,25 @@ def _prepare(
     return _Launch(given, tuple(strides), *contiguous, constants, config)
 
 
+def _unit_rows(tables: Sequence[Tensor | None], activation: str) -> Sequence[Tensor | None]:
+    """Tables as the portable kernels take them: with Dice, each has the rows of a Unit."""
+    given = tuple(x.contiguous() for x in tables if x is not None)
+    if activation != "dice" or not given:
+        return tables
+    hidden = tuple(x.shape[1] for x in given)
+    units = tuple(x.new_empty((len(Unit._fields), x.shape[1])) for x in given)
+    block = max(map(triton.next_power_of_2, hidden))
+    din_units_kernel[(1,)](given, units, HIDDEN=hidden, BLOCK=block)
+    return units
+
+
 def _runs_hopper(k: Tensor, options: Options) -> bool:
     """Whether the forward is Hopper's. k: the events."""
     aligned = has_descriptor(k[:, None])
     capability = device_properties(k.device).capability
     problem = DINProblem(
-        options.width, options.hidden, k.dtype, options.same, aligned, options.mask is not None,
-        k.device.type, capability,
-    )  # fmt: skip
+        options.width, options.hidden, k.dtype, options.same, aligned, k.device.type, capability
+    )
     return forward_runs_on_hopper(problem)
 
 
@@ -182,6 +195,7 @@ def triton_din(
             users, rows, num_users, **constants,
         )  # fmt: skip
         return out, lse
+    launch = launch._replace(tables=tuple(_unit_rows(launch.tables, activation)))
     din_fwd_kernel[(launch.programs(rows),)](
         *launch.tensors, (out, lse), users, rows, num_users, **launch.constants
     )
@@ -205,7 +219,7 @@ def triton_din_moments(
 ) -> Tensor:
     """Number of pairs, mean and variance of z of a hidden layer, over all pairs that are
     seen: fp32 `[3, H]`. tables: that of this layer is not read. Others: as `triton_din`."""
-    tensors = operands, weights, biases, tables
+    tensors = operands, weights, biases, _unit_rows(tables, activation)
     launch = _prepare("moments", *tensors, activation, only=layer, mask=mask)
     rows, num_users = operands[0].shape[0], segments[0].shape[0] - 1
     size = 3, weights[layer].shape[0]
@@ -254,7 +268,7 @@ def triton_din_backward(
     if rows == 0 or num_users == 0 or operands[1].shape[0] == 0:
         return [x.zero_() for x in results]
     users = Users(*segments)
-    tensors = operands, weights, biases, tables, activation, softmax
+    tensors = operands, weights, biases, _unit_rows(tables, activation), activation, softmax
     last, count, do = len(biases) - 1, len(operands), do.contiguous()
     launch = _prepare("dmlp", *tensors, layer, mask)
     programs, hidden = launch.programs(rows), [x.shape[0] for x in weights[:-1]]

@@ -15,6 +15,7 @@ from .mlp import (
     load_keys,
     load_mlp,
     load_query,
+    load_vector,
     of_query,
     reread,
     scores,
@@ -50,10 +51,7 @@ def din_fwd_kernel(
             if OPTIONS.softmax:
                 p = tl.where(events.real, p, float("-inf"))
                 new_max = tl.maximum(running_max, tl.max(p, 0))
-                finite = new_max
-                if OPTIONS.mask is not None:  # of all events until here none may be seen
-                    finite = tl.where(new_max == float("-inf"), 0.0, new_max)
-                p, rescale = tl.exp(p - finite), tl.exp(running_max - finite)
+                p, rescale = tl.exp(p - new_max), tl.exp(running_max - new_max)
                 running_sum, running_max = running_sum * rescale + tl.sum(p, 0), new_max
                 acc *= rescale
             # where events are not real v is 0
@@ -65,6 +63,30 @@ def din_fwd_kernel(
             tl.store(results[1] + row, running_max + tl.log(running_sum))
         ptrs = results[0] + row * OPTIONS.v_width + copies[:, None] * 0 + columns[None, :]
         tl.store(ptrs, acc.to(results[0].dtype.element_ty), mask=mask)
+
+
+@safe_ptxas
+@triton.jit
+def din_units_kernel(tables, units, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows of a Unit `[9, H]` of each layer's table `[7, H]`, for Dice. They are the same for
+    all pairs."""
+    for layer in tl.static_range(len(tables)):
+        _store_unit_rows(tables[layer], units[layer], HIDDEN[layer], BLOCK)
+
+
+@triton.jit
+def _store_unit_rows(table, unit, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    rows = ()
+    for row in tl.static_range(7):
+        rows = rows + (load_vector(table + row * SIZE, 0, SIZE, BLOCK),)
+    slope, mean, rstd, weight, bias, d0, d1 = rows
+    rest, scale, d1 = 1.0 - slope, weight * rstd, d1 * rstd
+    half = 0.5 * scale  # the fast sigmoid takes half of its argument
+    shift, d0 = 0.5 * bias - mean * half, d0 - mean * d1
+    rows = slope, rest, mean, rstd, half, shift, rest * scale, d0, d1
+    columns = tl.arange(0, BLOCK)
+    for row in tl.static_range(9):
+        tl.store(unit + row * SIZE + columns, rows[row], mask=columns < SIZE)
 
 
 @safe_ptxas
@@ -93,10 +115,7 @@ def din_moments_kernel(
             if OPTIONS.only == 1:
                 h = activate(z, again, 0, ACTIVATION, OPTIONS)
                 z = second_layer(h, again, events.k.dtype, OPTIONS)
-            if OPTIONS.mask is None:
-                number = tl.minimum(keys.length - start, OPTIONS.block).to(tl.float32)
-            else:
-                number = tl.sum(events.real.to(tl.float32), 0)
+            number = tl.minimum(keys.end - start, OPTIONS.block).to(tl.float32)
             mean, squares = _joined(mean, squares, count, z, events.real, number, OPTIONS)
             count += number
     units: tl.constexpr = OPTIONS.hidden[OPTIONS.only]
@@ -112,18 +131,13 @@ def din_moments_kernel(
 @triton.jit
 def _joined(mean, squares, count, z, real, number, OPTIONS: tl.constexpr):
     """Mean and sum of squared deviations of `count` pairs, joined with those of a block of `number`
-    more. Under a mask both may be 0."""
-    means, sums, divisor = (), (), number
-    if OPTIONS.mask is not None:
-        divisor = tl.maximum(number, 1.0)
+    more."""
+    means, sums = (), ()
     for i in tl.static_range(len(z)):
-        of_block = tl.sum(tl.where(real[:, None], z[i], 0.0), 0) / divisor
+        of_block = tl.sum(tl.where(real[:, None], z[i], 0.0), 0) / number
         deviations = tl.where(real[:, None], z[i] - of_block[None, :], 0.0)
         difference = of_block - mean[i]
-        both = count + number
-        if OPTIONS.mask is not None:
-            both = tl.maximum(both, 1.0)
-        share = number / both
+        share = number / (count + number)
         means = means + (mean[i] + difference * share,)
         between = difference * difference * (count * share)
         sums = sums + (squares[i] + tl.sum(deviations * deviations, 0) + between,)

@@ -13,20 +13,30 @@ MAX_WIDTH = 4096  # columns of a group: a row of it is held in registers
 BIAS_COLUMNS = 32
 # Elements of a tile for each thread in the gate's backward, which holds seven tiles in registers.
 GATE_BACKWARD = 8
+# Warps that a multiprocessor holds of the gate's backward where dropout and what the forward gave
+# are computed again, in up to 170 registers a thread. More would wait for these.
+DROPOUT_WARPS = 12
+
+# Elements of a gradient from which it is cast by halves: the copy takes half the memory.
+HALVED = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
 class RowsConfig:
-    """Launch of a kernel: a tile is `rows` rows of `block` columns. programs_per_sm: of a kernel
-    that adds up the gradients of a norm's parameters over many tiles."""
+    """Launch of a kernel: a tile is `rows` rows of `block` columns.
+
+    Attributes:
+        warps_per_sm: of a kernel that adds up the gradients of a norm's parameters over many tiles.
+    """
 
     rows: int
     block: int
     num_warps: int
+    warps_per_sm: int = 16
 
     @property
     def programs_per_sm(self) -> int:
-        return max(1, 16 // self.num_warps)
+        return max(1, self.warps_per_sm // self.num_warps)
 
 
 def rows_config(width: int, elements: int = 16) -> RowsConfig:

@@ -21,6 +21,7 @@ may change between replays of a CUDA graph. p is rounded to a multiple of 2^-21.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.device import cdiv, contiguous_last_dim, device_properties, row_strides, zeroed_behind
 from ..common.ops import operator
 from ..common.tail import kept_rows
-from .configs import GATE_BACKWARD, RowsConfig, rows_config
+from .configs import DROPOUT_WARPS, GATE_BACKWARD, HALVED, RowsConfig, rows_config
 from .triton_kernels import (
     RANDOM_NUMBERS,
     Gate,
@@ -299,26 +300,46 @@ def triton_gate_linear_backward(
         return tuple(x.zero_() for x in results)
     u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()
     (rows, width), groups, du = a.shape, rstd.shape[1], grads[:, : a.shape[1]]
-    wide = None
-    if rows > dout.shape[0]:
-        wide = dout.new_empty(rows, dout.shape[1], dtype=a.dtype)
-        zeroed_behind(wide, dout.shape[0])
-    dout = kept_rows(dout, end, a.dtype, out=wide)
     behind = grads[:, width : 4 * width]
     dgated = behind if behind.shape[1] == 3 * width else a.new_empty((rows, 3 * width))
-    torch.mm(dout, projection, out=dgated)
     launch = _Launch.of(width, (eps, groups, rms), u, a, dgated, du, da, elements=GATE_BACKWARD)
-    programs = launch.programs(rows, groups, a.device)
-    sums = _partial_sums(a, programs, rms)
+    recomputes = needs_projection and gated is None
+    if recomputes and seed is not None:
+        config = dataclasses.replace(launch.config, warps_per_sm=DROPOUT_WARPS)
+        launch = launch._replace(config=config)
+    is_halved = dout.dtype != a.dtype and end is None and dout.numel() >= HALVED
+    tiles = cdiv(rows, launch.config.rows)
+    tiles = cdiv(tiles, 2) if is_halved else tiles
+    size = tiles * launch.config.rows
+    programs = launch.programs(size, groups, a.device)
+    parts = range(0, rows, size)
+    sums = _partial_sums(a, len(parts) * programs, rms)
     tensors = Gate(u, a, None if rms else mean, rstd, weight, _contiguous(bias), seed)
-    gate_bwd_kernel[(programs, groups)](
-        tensors, GateGradients(dgated, du, da, sums[0], None if rms else sums[1]), rows,
-        _threshold(dropout), launch.strides,
-        RECOMPUTE=needs_projection and gated is None, **launch.constants(),
-    )  # fmt: skip
-    if not needs_projection:
-        return sums.sum(1), sums.new_empty(0)
-    return sums.sum(1), _fp32_product(dout.t(), dgated if gated is None else gated)
+    dprojection = None
+    for i, first in enumerate(parts):
+        part, of_part = slice(first, first + size), sums[:, i * programs : (i + 1) * programs]
+        rounded = _rounded_rows(dout[part], end, min(size, rows - first), a.dtype)
+        torch.mm(rounded, projection, out=dgated[part])
+        gate_bwd_kernel[(programs, groups)](
+            tensors,
+            GateGradients(dgated, du, da, of_part[0], None if rms else of_part[1]),
+            i * tiles, min(first + size, rows), _threshold(dropout), launch.strides,
+            RECOMPUTE=recomputes, **launch.constants(),
+        )  # fmt: skip
+        if needs_projection:
+            product = _fp32_product(rounded.t(), (dgated if gated is None else gated)[part])
+            dprojection = product if dprojection is None else dprojection.add_(product)
+        del rounded  # before the next one is made
+    return sums.sum(1), sums.new_empty(0) if dprojection is None else dprojection
+
+
+def _rounded_rows(x: Tensor, end: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
+    """x in this dtype, with 0 behind the end and in the rows that it does not have."""
+    out = None
+    if rows > x.shape[0]:
+        out = x.new_empty(rows, x.shape[1], dtype=dtype)
+        zeroed_behind(out, x.shape[0])
+    return kept_rows(x, end, dtype, out=out)
 
 
 def _fp32_product(x: Tensor, y: Tensor) -> Tensor:

@@ -290,14 +290,15 @@ def gate_fwd_kernel(tensors, out_ptr, num_rows, threshold, strides, OPTIONS: tl.
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["num_rows", "threshold"])
+@triton.jit(do_not_specialize=["first_tile", "num_rows", "threshold"])
 def gate_bwd_kernel(
-    tensors, grads, num_rows, threshold, strides,
+    tensors, grads, first_tile, num_rows, threshold, strides,
     RECOMPUTE: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """du, da, which may replace a, and partial sums of the gradients of weight and bias. RECOMPUTE:
-    the forward's out replaces dout. tensors: Gate; grads: GateGradients. strides: of u, a, dout, du
-    and da, in units of `align` elements. Grid: programs, groups."""
+    """du, da, which may replace a, and partial sums of the gradients of weight and bias, of the
+    tiles from `first_tile` on. RECOMPUTE: the forward's out replaces dout. tensors: Gate; grads:
+    GateGradients. strides: of u, a, dout, du and da, in units of `align` elements. Grid: programs,
+    groups."""
     DIM: tl.constexpr = OPTIONS.dim
     ALIGN: tl.constexpr = OPTIONS.align
     ROWS: tl.constexpr = OPTIONS.rows
@@ -306,7 +307,7 @@ def gate_bwd_kernel(
     num_tiles = tl.cdiv(num_rows, ROWS)
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
-    for index in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    for index in range(first_tile + tl.program_id(0), num_tiles, tl.num_programs(0)):
         tile = _tile(index, num_rows, OPTIONS)
         u = _load(tensors.u, strides[0] * ALIGN, tile, first)
         a = _load(tensors.a, strides[1] * ALIGN, tile, first)

@@ -313,9 +313,11 @@ def test_hopper_attention_kernels_with_dropout_compile(name, dim, dtype, activat
     [(name, "fp16") for name in POINTWISE] + [(name, "bf16") for name in FAST_IN_BFLOAT16],
 )
 def test_each_activation_compiles(activation, dtype):
-    """Value and derivative. Triton's interpreter runs neither Gluon nor the inline assembly of the
-    bfloat16 versions."""
-    compile_hopper_attention("dkdv", 64, dtype, activation)
+    """Value and derivative. Triton's interpreter runs neither Gluon nor inline assembly. A division
+    or `tl.exp` has instructions more."""
+    ptx = compile_hopper_attention("dkdv", 64, dtype, activation).asm["ptx"]
+    assert "div.full" not in ptx
+    assert "ex2.approx.f32" not in ptx  # but ex2.approx.ftz.f32
 
 
 @slow_after(

@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 from jagged_kernels.common.activations import activation_function
 from jagged_kernels.rows import activation_kernels as activations
 from jagged_kernels.rows import triton_kernels as rows
-from jagged_kernels.rows.configs import GATE_BACKWARD, activation_config, rows_config
+from jagged_kernels.rows.configs import DROPOUT_WARPS, GATE_BACKWARD, activation_config, rows_config
 
-from ..sass import spilled_bytes
+from ..sass import registers_per_thread, spilled_bytes
 from .ahead_of_time import compile_for
 
 FP32 = {"mean", "rstd", "dweight", "dbias", "weight", "bias"}
@@ -85,6 +85,13 @@ def test_other_widths_compile(kernel, dim):
             90, kernel, "bf16", dim, dropout=dropout, align=align, recompute=recompute
         )
         assert spilled_bytes(compiled.asm["cubin"]) <= 64
+
+
+@pytest.mark.parametrize("dim", [64, 256, 512, 1024])
+def test_the_programs_of_the_gates_backward_run_at_the_same_time(dim):
+    """A multiprocessor has 2^16 registers."""
+    compiled = compile_rows(90, rows.gate_bwd_kernel, "bf16", dim)
+    assert registers_per_thread(compiled.asm["cubin"]) * 32 * DROPOUT_WARPS <= 2**16
 
 
 def compile_activation(capability, kernel, dtype, width, name="silu", gated=True, align=8):

@@ -1,5 +1,5 @@
 """The kernels' activations of fp32 and fp16 in Triton's interpreter, which has no inline
-assembly."""
+assembly: they divide there."""
 
 import pytest
 import triton

@@ -1,5 +1,6 @@
 """The blocks that tiles visit under a mask, against the mask's dense form."""
 
+import itertools
 import random
 
 import pytest
@@ -14,6 +15,7 @@ from jagged_kernels.attention.mask import (
     num_masked_blocks,
     row_blocks,
     visible_columns,
+    visible_runs,
 )
 from jagged_kernels.schedule.cost import key_tile_work, query_tile_work
 
@@ -235,6 +237,31 @@ def test_rows_see_what_the_rule_says(seed):
         seen, torch.tensor([num_targets]), num_queries, num_keys, MASK=mask.params, SIZE=16
     )
     assert torch.equal(seen, mask.keep(num_queries, num_keys, num_targets).int()), mask
+
+
+@triton.jit
+def _runs_kernel(runs_ptr, targets_ptr, q_len, kv_len, MASK: tl.constexpr):
+    row = tl.program_id(0)
+    first_target = first_target_column(targets_ptr, 0, kv_len, MASK)
+    runs = visible_runs(row + kv_len - q_len, first_target, MASK)
+    for i in tl.static_range(len(runs)):
+        ptr = runs_ptr + (row * 3 + i) * 2
+        tl.store(ptr, runs[i][0])
+        tl.store(ptr + 1, runs[i][1])
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_runs_that_rows_see(seed):
+    """They ascend, and between two of them there are hidden columns."""
+    mask, num_queries, num_keys, num_targets = random_case(random.Random(seed))
+    runs = torch.zeros(num_queries, 3, 2, dtype=torch.int32)
+    _runs_kernel[(num_queries,)](
+        runs, torch.tensor([num_targets]), num_queries, num_keys, MASK=mask.params
+    )
+    for row, keep in zip(runs.tolist(), mask.keep(num_queries, num_keys, num_targets)):
+        found = [(first, end) for first, end in row if first < end]
+        assert [x for run in found for x in range(*run)] == keep.nonzero()[:, 0].tolist(), mask
+        assert all(end < first for (_, end), (first, _) in itertools.pairwise(found)), mask
 
 
 @pytest.mark.parametrize(

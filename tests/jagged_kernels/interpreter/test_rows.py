@@ -1,6 +1,8 @@
 """Norms of rows and HSTU's gate in Triton's interpreter (fp32 and fp16; its bf16 arithmetic is
 wrong)."""
 
+import weakref
+
 import pytest
 import torch
 from accuracy.rows import Norm
@@ -156,6 +158,26 @@ def test_a_result_with_fewer_rows_than_its_gate(dtype, end):
     found = results(dout)
     assert not found[0][6:].any() and not found[1][6:].any() and found[0][:4].all()
     assert all(map(torch.equal, found, results(pad(dout, (0, 0, 0, 3)))))
+
+
+def test_a_gradient_that_is_cast_by_halves(check_gate, monkeypatch):
+    """One half's copy is free before the other's is made."""
+    from jagged_kernels.rows import op
+
+    copies, own = [], op.kept_rows
+
+    def noting(x, *args, **options):
+        assert all(copy() is None for _, copy in copies)
+        y = own(x, *args, **options)
+        copies.append((len(x), weakref.ref(y)))
+        return y
+
+    monkeypatch.setattr(op, "HALVED", 1)
+    monkeypatch.setattr(op, "kept_rows", noting)
+    for rows, dropout, halves in ((1, 0.0, [1]), (37, 0.0, [24, 13]), (130, 0.3, [72, 58])):
+        copies.clear()
+        check_gate(rows, 96, Norm(groups=3), FP16, "cpu", dropout)
+        assert [n for n, _ in copies] == halves * (len(copies) // len(halves))
 
 
 @pytest.mark.parametrize("norm", [Norm(), Norm(groups=2), Norm(rms=True)], ids=str)

@@ -1,4 +1,4 @@
-"""JaggedTargetAttention on the CPU with one candidate for each user, whose history is not
+"""JaggedTargetAttention on the CPU with few candidates for each user, whose history is not
 projected."""
 
 import accuracy
@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import jagged_modules as jm
-from jagged_modules.cpu import pooling
-from jagged_modules.layers import one_candidate, target_node
+from jagged_modules.cpu import shares
+from jagged_modules.layers import target_node
 
 LENGTHS = [3, 0, 50, 1, 50, 17, 0]
 OFFSETS = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -18,17 +18,17 @@ USERS = torch.tensor([4, 0, 6, 2, 1, 5, 3])
 @pytest.fixture
 def pooled(monkeypatch):
     """The sizes of the calls that do not project the history."""
-    found, pool = [], one_candidate.pool
+    found, pool = [], target_node.pool
 
     def counted(q, x, *others):
         found.append((tuple(q.shape), tuple(x.shape)))
         return pool(q, x, *others)
 
-    monkeypatch.setattr(one_candidate, "pool", counted)
+    monkeypatch.setattr(target_node, "pool", counted)
     return found
 
 
-def inputs(dtype=torch.float64, width=16, target_dim=16):
+def inputs(dtype=torch.float64, width=32, target_dim=32):
     shapes = (len(LENGTHS), 1, target_dim), (sum(LENGTHS), width)
     return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
 
@@ -40,17 +40,62 @@ def results(layer, targets, history, users=USERS):
     return [out, *torch.autograd.grad(out.sin().sum(), wanted)]
 
 
-@pytest.mark.parametrize("heads, width", [(1, 16), (2, 16), (5, 30), (8, 32)])
-@pytest.mark.parametrize("size", [pooling.CHUNK, 100])
-@pytest.mark.parametrize("in_order", [False, True])
-def test_results_are_those_with_projections(monkeypatch, pooled, heads, width, size, in_order):
-    monkeypatch.setattr(pooling, "CHUNK", size)
+FORMS = {
+    "one in order": (7, 1, None),
+    "one of each user": (7, 1, USERS),
+    "two of each user": (7, 2, None),
+    "other numbers, two queries": (6, 2, torch.tensor([3, 0, 3, 4, 2, 6])),
+    "none": (0, 1, torch.zeros(0, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("heads, width", [(1, 32), (5, 40), (8, 64)])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("share", [shares.SHARE, 1000])
+def test_results_are_those_with_projections(monkeypatch, pooled, heads, width, form, share):
+    monkeypatch.setattr(shares, "SHARE", share)
     layer = jm.JaggedTargetAttention(width, heads, target_dim=10).double()
-    given = *inputs(width=width, target_dim=10), None if in_order else USERS
+    number, queries, users = FORMS[form]
+    targets = torch.randn(number, queries, 10, dtype=torch.float64).requires_grad_()
+    given = targets, inputs(width=width)[1], users
     found = results(layer, *given)
-    assert pooled == [((heads, 7, width), (sum(LENGTHS), width))]
-    monkeypatch.setattr(target_node, "has_one_candidate_each", lambda *_: False)
+    assert pooled == [((number * queries, heads, width), (sum(LENGTHS), width))]
+    monkeypatch.setattr(target_node, "_has_few_candidates", lambda *_: False)
     torch.testing.assert_close(found, results(layer, *given))
+    assert len(pooled) == 1
+
+
+def test_targets_in_a_container(monkeypatch, pooled):
+    layer = jm.JaggedTargetAttention(32, 2).double()
+    _, history = inputs()
+    rows, offsets = torch.randn(9, 32, dtype=torch.float64), [0, 2, 3, 3, 5, 6, 8, 9]
+    targets = jm.Jagged(rows.requires_grad_(), torch.tensor(offsets))
+
+    def found():
+        out = layer(targets, (history, OFFSETS)).values
+        return [out, *torch.autograd.grad(out.sin().sum(), [rows, history, *layer.parameters()])]
+
+    expected = found()
+    assert len(pooled) == 1
+    monkeypatch.setattr(target_node, "_has_few_candidates", lambda *_: False)
+    torch.testing.assert_close(expected, found())
+    assert len(pooled) == 1
+
+
+@pytest.mark.parametrize("lengths", [[4] * 6, [9, 2, 2, 1, 0, 7]])
+def test_histories_that_are_sorted_already(monkeypatch, pooled, lengths):
+    layer = jm.JaggedTargetAttention(32, 2).double()
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    history = torch.randn(sum(lengths), 32, dtype=torch.float64).requires_grad_()
+    targets = torch.randn(6, 1, 32, dtype=torch.float64)
+
+    def found():
+        out = layer(targets, (history, offsets))
+        return [out, *torch.autograd.grad(out.sin().sum(), [history, *layer.parameters()])]
+
+    expected = found()
+    monkeypatch.setattr(target_node, "_has_few_candidates", lambda *_: False)
+    torch.testing.assert_close(expected, found())
     assert len(pooled) == 1
 
 
@@ -82,7 +127,7 @@ def test_accuracy(pooled):
 
 @pytest.mark.parametrize("name", ["targets", "history", "q_proj.weight", "kv_proj.bias"])
 def test_what_requires_no_gradient_gets_none(pooled, name):
-    layer = jm.JaggedTargetAttention(16, 2).double()
+    layer = jm.JaggedTargetAttention(32, 2).double()
     targets, history = inputs()
     named = dict(targets=targets, history=history) | dict(layer.named_parameters())
     expected = dict(zip(named, results(layer, targets, history)[1:]))
@@ -95,7 +140,7 @@ def test_what_requires_no_gradient_gets_none(pooled, name):
 
 @pytest.mark.parametrize("name", ["targets", "history"])
 def test_values_that_are_not_finite_stay_in_their_segment(pooled, name):
-    layer = jm.JaggedTargetAttention(16, 2).double()
+    layer = jm.JaggedTargetAttention(32, 2).double()
     given = dict(zip(("targets", "history"), inputs()))
     clean = results(layer, *given.values(), None)[:3]
     own = dict(targets=2, history=slice(10, 12))
@@ -114,14 +159,15 @@ def test_other_calls_project_the_history(pooled):
         layer(*given)
         assert not pooled
 
-    layer, dropped = (jm.JaggedTargetAttention(16, 2, attention_dropout=x) for x in (0, 0.1))
+    layer, dropped = (jm.JaggedTargetAttention(32, 2, attention_dropout=x) for x in (0, 0.1))
     targets, history = inputs(torch.float32)
     rows = (history, OFFSETS)
-    call(layer, targets.expand(7, 2, 16), rows)  # two queries for each user
-    call(layer, targets[:6], rows, USERS[:6])  # none for one
+    call(layer, targets.expand(7, 9, 32), rows)  # many queries for each user
     call(dropped, targets, rows)
-    call(jm.JaggedTargetAttention(16, 8), targets, rows)  # many heads
-    call(layer, targets, (history[:27], torch.arange(8).clamp(max=6) * 27 // 6))  # few rows
+    call(jm.JaggedTargetAttention(32, 32), targets, rows)  # many heads
+    narrow = [x[..., :16] for x in (targets, history)]
+    call(jm.JaggedTargetAttention(16, 2), narrow[0], (narrow[1], OFFSETS))
+    call(layer, targets, (history[:12], torch.arange(8).clamp(max=6) * 2))  # few rows
     with jm.batch_invariant(True):
         call(layer, targets, rows)
     with torch.autocast("cpu", torch.bfloat16):
@@ -131,7 +177,7 @@ def test_other_calls_project_the_history(pooled):
 
 
 def test_a_second_derivative_raises(pooled):
-    layer, (targets, history) = jm.JaggedTargetAttention(16, 2).double(), inputs()
+    layer, (targets, history) = jm.JaggedTargetAttention(32, 2).double(), inputs()
     out = layer(targets, (history, OFFSETS))
     (dx,) = torch.autograd.grad(out.sum(), history, create_graph=True)
     with pytest.raises(RuntimeError, match="not differentiable twice"):
@@ -140,9 +186,9 @@ def test_a_second_derivative_raises(pooled):
 
 def test_memory(pooled):
     """Neither keys and values nor a query for each row: less than the history's projection."""
-    layer = jm.JaggedTargetAttention(16, 2)
-    history, offsets = torch.randn(4096, 16, requires_grad=True), torch.arange(0, 4097, 64)
-    targets = torch.randn(64, 1, 16)
+    layer = jm.JaggedTargetAttention(32, 2)
+    history, offsets = torch.randn(4096, 32, requires_grad=True), torch.arange(0, 4097, 64)
+    targets = torch.randn(64, 1, 32)
 
     def step():
         layer(targets, (history, offsets)).sum().backward()
@@ -151,4 +197,4 @@ def test_memory(pooled):
     with torch.profiler.profile(profile_memory=True) as profile:
         step()
     sizes = [x.cpu_memory_usage for x in profile.events()]
-    assert len(pooled) == 2 and max(sizes) < 4096 * 32 * 4
+    assert len(pooled) == 2 and max(sizes) < 4096 * 64 * 4
