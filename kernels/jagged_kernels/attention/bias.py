@@ -43,9 +43,6 @@ class Bias(NamedTuple):
     Attributes:
         position_ptr, position_stride, num_positions: padded position table, divided by the scale;
             entries from one head's row to the next, 0 if heads share the table; entries of a row.
-        position_copy_ptr: a copy of the position table at an address that is 4 bytes off a multiple
-            of 8, on which the table begins: two neighbouring entries are a load of 8 bytes from one
-            of both. Only Hopper's kernels read it.
         time_ptr, time_stride: the time table likewise, without padding.
         boundaries_ptr, num_boundaries: int64, ascending.
         edges_ptr: int32, the boundaries, at most NEAR, and once more NEAR.
@@ -68,7 +65,6 @@ class Bias(NamedTuple):
     position_ptr: tl.tensor
     position_stride: tl.tensor
     num_positions: tl.tensor
-    position_copy_ptr: tl.tensor
     time_ptr: tl.tensor
     time_stride: tl.tensor
     boundaries_ptr: tl.tensor
@@ -114,7 +110,6 @@ class BiasOfTile(NamedTuple):
     """The bias of a segment and head.
 
     position_ptr: the head's padded table, at distance 0, `middle` entries from either end.
-    position_copy: bytes from the table to its copy.
     time_ptr, entries_ptr: the head's. timestamps_ptr: at the segment's first key.
     query_timestamps_ptr: at its first query. query_extremes_ptr, key_extremes_ptr: at its first
     blocks. shift: position of query 0. own: 1 for queries of the first query group, which have the
@@ -122,7 +117,6 @@ class BiasOfTile(NamedTuple):
     """
 
     position_ptr: tl.tensor
-    position_copy: tl.tensor
     middle: tl.tensor
     time_ptr: tl.tensor
     boundaries_ptr: tl.tensor
@@ -150,14 +144,12 @@ def bias_of_tile(bias, tile, head, num_segments, KIND: tl.constexpr):
     shift = tile.kv_len - tile.q_len
     if KIND.shift:
         shift += tl.load(bias.query_shift_ptr + tile.segment).to(tl.int32)
-    middle, position_ptr, position_copy, time_ptr, entries_ptr = 0, 0, 0, 0, 0
+    middle, position_ptr, time_ptr, entries_ptr = 0, 0, 0, 0
     boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr = 0, 0, 0, 0
     timestamps_ptr, query_ptr, query_extremes_ptr, key_extremes_ptr = 0, 0, 0, 0
     if KIND.position:
         middle = bias.num_positions // 2  # the entry of distance 0
         position_ptr = bias.position_ptr + head.to(tl.int64) * bias.position_stride + middle
-    if bias.position_copy_ptr is not None:
-        position_copy = bias.position_copy_ptr.to(tl.int64) - bias.position_ptr.to(tl.int64)
     if KIND.boundaries > 0:
         time_ptr = bias.time_ptr + head.to(tl.int64) * bias.time_stride
         boundaries_ptr, num_boundaries = bias.boundaries_ptr, bias.num_boundaries
@@ -173,9 +165,9 @@ def bias_of_tile(bias, tile, head, num_segments, KIND: tl.constexpr):
         key_block = first_time_block(tile.kv_start, kv_segment)
         key_extremes_ptr = bias.key_extremes_ptr + TIME_RECORD * key_block
     return BiasOfTile(
-        position_ptr, position_copy, middle, time_ptr, boundaries_ptr, num_boundaries, edges_ptr,
-        leading_bits_ptr, entries_ptr, timestamps_ptr, query_ptr, query_extremes_ptr,
-        key_extremes_ptr, shift, tile.q_len, tile.kv_len, own,
+        position_ptr, middle, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr,
+        entries_ptr, timestamps_ptr, query_ptr, query_extremes_ptr, key_extremes_ptr, shift,
+        tile.q_len, tile.kv_len, own,
     )  # fmt: skip
 
 

@@ -54,8 +54,8 @@ def bias_tables_kernel(
     if bias.position_ptr is not None:
         if (program >= time_programs) & (program < time_programs + padding_programs):
             _pad_positions(
-                position_ptr, program - time_programs, bias.position_ptr,
-                bias.position_copy_ptr, bias.num_positions, inverse_scale,
+                position_ptr, program - time_programs, bias.position_ptr, bias.num_positions,
+                inverse_scale,
             )  # fmt: skip
 
     if bias.key_extremes_ptr is not None:
@@ -112,7 +112,7 @@ def _store_extremes(ptr, first, times, num_rows):
 
 
 @triton.jit
-def _pad_positions(position_ptr, program, padded_ptr, copy_ptr, num_positions, inverse_scale):
+def _pad_positions(position_ptr, program, padded_ptr, num_positions, inverse_scale):
     """num_positions: with the padding."""
     blocks = tl.cdiv(num_positions, PADDED)
     head = (program // blocks).to(tl.int64)
@@ -121,12 +121,11 @@ def _pad_positions(position_ptr, program, padded_ptr, copy_ptr, num_positions, i
     values = tl.load(
         position_ptr + head * given + tl.minimum(tl.maximum(entries - PAD, 0), given - 1)
     )
-    values *= inverse_scale
-    inside = entries < num_positions
-    entries += head * num_positions
-    tl.store(padded_ptr + entries, values, mask=inside)
-    if copy_ptr is not None:
-        tl.store(copy_ptr + entries, values, mask=inside)
+    tl.store(
+        padded_ptr + head * num_positions + entries,
+        values * inverse_scale,
+        mask=entries < num_positions,
+    )
 
 
 @triton.jit

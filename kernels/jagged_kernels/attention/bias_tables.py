@@ -22,18 +22,17 @@ def kernel_bias(
     params: AttentionParams, segments: TiledSegments | None = None, q_rows: int = 0
 ) -> Bias | None:
     """The bias of a call as a kernel argument. One launch makes its tables. segments, q_rows: for
-    Hopper's kernels, which read a copy of the positions, and unless buckets are stored, entries and
-    extremes."""
+    Hopper's kernels, which read entries and extremes too, unless buckets are stored."""
     if not params.has_bias:
         return None
-    hopper = segments is not None
     if params.buckets is not None:
         segments = None
     position, time, boundaries = params.position_bias, params.time_bias, params.boundaries
-    padded = copy = None
-    if position is not None:
-        padded = position.new_empty((position.shape[0], position.shape[1] + 2 * _PAD))
-        copy = position.new_empty(padded.numel() + 1)[1:] if hopper else None
+    padded = (
+        None
+        if position is None
+        else position.new_empty((position.shape[0], position.shape[1] + 2 * _PAD))
+    )
     edges = leading_bits = entry_table = divided = query_extremes = key_extremes = q_offsets = (
         kv_offsets
     ) = None
@@ -55,7 +54,6 @@ def kernel_bias(
         position_ptr=padded,
         position_stride=_head_stride(padded),
         num_positions=None if padded is None else padded.shape[1],
-        position_copy_ptr=copy,
         time_ptr=divided,
         time_stride=_head_stride(divided),
         boundaries_ptr=boundaries,

@@ -105,7 +105,6 @@ def bias_types(arg: str, kind: BiasKind, scratch: bool, entries: bool) -> tuple 
     if arg == "bias":
         tables = (
             *given("*fp32", "i32", "i32", by=position),
-            *given("*fp32", by=position and (entries or kind.stored)),
             *given("*fp32", "i32", "*i64", "i32", "*i32", "*i32", by=time),
             *given("*i32", "i32", by=time and entries),
             *given("*i64", by=time),

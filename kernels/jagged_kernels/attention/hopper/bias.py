@@ -2,7 +2,7 @@
 
 A block of position biases has one value per diagonal. A thread holds scores of two rows, 8 apart,
 and of pairs of columns, 8 apart: its scores lie on about half as many diagonals, each of which it
-loads once, in pairs. Their addresses differ by constants.
+loads once. Their addresses differ by constants.
 
 Buckets of times are found for each block, or they are stored (stored_buckets.py): TMA then brings a
 block's with the rows that the tile loops over, and a consumer looks the values up in shared memory.
@@ -72,19 +72,16 @@ class ConsumerBias(NamedTuple):
 @gluon.constexpr_function
 def _load_diagonals(columns, transposed):
     """PTX that loads the position biases of a thread's scores in a block of 64 rows. The input is
-    the address of its first pair of columns'. Transposed, a pair is in descending order."""
+    the address of its first score's."""
     registers, loaded, lines = columns // 2, {}, []
-    for register in range(0, registers, 2):
-        row, group = register >> 1 & 1, register >> 2
-        diagonal = (8 * group - 8 * row) * (-1 if transposed else 1)
-        pair = (register + 1, register) if transposed else (register, register + 1)
+    for register in range(registers):
+        pair, row, group = register & 1, register >> 1 & 1, register >> 2
+        diagonal = (pair + 8 * group - 8 * row) * (-1 if transposed else 1)
         if diagonal in loaded:
-            lines += [f"mov.b32 ${x}, ${y};" for x, y in zip(pair, loaded[diagonal])]
+            lines.append(f"mov.b32 ${register}, ${loaded[diagonal]};")
         else:
-            loaded[diagonal] = pair
-            lines.append(
-                f"ld.global.nc.v2.f32 {{${pair[0]}, ${pair[1]}}}, [${registers} + {4 * diagonal}];"
-            )
+            loaded[diagonal] = register
+            lines.append(f"ld.global.nc.f32 ${register}, [${registers} + {4 * diagonal}];")
     return "\n".join(lines)
 
 
@@ -105,9 +102,9 @@ def _constraints(registers, kind):
 
 
 @gluon.jit
-def _position_block(ptr, copy, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr):
+def _position_block(ptr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr):
     """The position biases `[64, COLUMNS]` of a block; ptr: to that of its first row and column.
-    copy: `BiasOfTile.position_copy`. TRANSPOSED: its rows are the keys."""
+    TRANSPOSED: its rows are the keys."""
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
     # Row and column of a thread's first score, in each of its registers: bit 3 of rows and bits 0
     # and 3 up of columns count registers.
@@ -115,12 +112,10 @@ def _position_block(ptr, copy, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr):
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :] & 0x6
     diagonals = columns - rows
     if TRANSPOSED:
-        diagonals = rows - columns - 1
-    addresses = (ptr + diagonals).to(gl.int64)
-    addresses += (addresses >> 2 & 1) * copy
+        diagonals = rows - columns
     return gl.inline_asm_elementwise(
-        _load_diagonals(COLUMNS, TRANSPOSED), _constraints(COLUMNS // 2, "f"), [addresses],
-        dtype=gl.float32, is_pure=True, pack=COLUMNS // 2,
+        _load_diagonals(COLUMNS, TRANSPOSED), _constraints(COLUMNS // 2, "f"),
+        [(ptr + diagonals).to(gl.int64)], dtype=gl.float32, is_pure=True, pack=COLUMNS // 2,
     )  # fmt: skip
 
 
@@ -467,9 +462,7 @@ def bias_block(
             entry = first_entry(of_tile, first, bias.row, COLUMNS, WARPGROUP_ROWS)
         else:
             entry = first_entry(of_tile, bias.row, first, WARPGROUP_ROWS, COLUMNS)
-        block = _position_block(
-            of_tile.position_ptr + entry, of_tile.position_copy, COLUMNS, TRANSPOSED
-        )
+        block = _position_block(of_tile.position_ptr + entry, COLUMNS, TRANSPOSED)
     else:
         block = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, L)
     if stored is not None:

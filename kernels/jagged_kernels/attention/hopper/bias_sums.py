@@ -142,13 +142,21 @@ def _store_folded(scratch, columns, PARITY: gl.constexpr):
     upper, lower = gl.split(columns.reshape([4, 2, 8, 2, 2, 2, 4]).permute((0, 2, 6, 5, 4, 3, 1)))
     u = _column_groups(upper)
     v = _column_groups(lower)
-    # One store for all but the first columns: Triton puts a barrier between two stores. A store of
-    # both parities would be of 8 bytes, to addresses that are no multiples.
-    low = gl.join(gl.join(u[0] + v[1], u[1] + v[2]), gl.join(u[2] + v[3], u[3] + v[4]))
-    high = gl.join(gl.join(u[4] + v[5], u[5] + v[6]), gl.join(u[6] + v[7], u[7]))
-    others = gl.join(low, high).permute((0, 1, 5, 4, 3, 2)).reshape([FOLDED_ROWS, 32, 1])
-    scratch.slice(32, 32, 1).slice(PARITY, 1, 2).store(others)
-    scratch.slice(28, 4, 1).slice(PARITY, 1, 2).store(v[0].reshape([FOLDED_ROWS, 4, 1]))
+    sums = (
+        v[0],
+        u[0] + v[1],
+        u[1] + v[2],
+        u[2] + v[3],
+        u[3] + v[4],
+        u[4] + v[5],
+        u[5] + v[6],
+        u[6] + v[7],
+        u[7],
+    )
+    for group in gl.static_range(9):
+        scratch.slice(28 + 4 * group, 4, 1).slice(PARITY, 1, 2).store(
+            sums[group].reshape([FOLDED_ROWS, 4, 1])
+        )
 
 
 @gluon.jit
