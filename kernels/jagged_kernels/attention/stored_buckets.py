@@ -2,9 +2,9 @@
 for the forward and the backward.
 
 They are kept with the timestamps, as long as these live, until one of the tensors that they follow
-from is written to. A byte for each pair of a query and a key, hidden ones too, in blocks of 64 by
-64 of each segment: 134 MB for 128 segments of 1,024 rows. Hopper's kernels read them. Nothing is
-stored where
+from is written to, or more recent ones need the room: those of a device take at most LIMIT bytes. A
+byte for each pair of a query and a key, hidden ones too, in blocks of 64 by 64 of each segment: 134
+MB for 128 segments of 1,024 rows. Hopper's kernels read them. Nothing is stored where
 
 - the host does not know the lengths, and so the number of blocks,
 - there are more than LIMIT bytes, or more than 255 boundaries,
@@ -17,6 +17,7 @@ The kernels then find each block's buckets themselves.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from .bias_tables import kernel_bias
 from .params import AttentionCall
 
 ROWS = 64  # of a block
-LIMIT = 2**28  # bytes
+LIMIT = 2**28  # bytes of a device
 LARGEST = 255  # bucket
 
 
@@ -59,7 +60,8 @@ class _Kept(NamedTuple):
     key: tuple[Any, ...]
 
 
-_kept: Any = WeakTensorKeyDictionary()  # timestamps → _Kept
+_kept: Any = WeakTensorKeyDictionary()  # timestamps → _Kept, the most recent last
+_lock = threading.Lock()  # held while _kept is written
 _values: Any = WeakTensorKeyDictionary()  # boundaries → their version and values
 
 
@@ -82,8 +84,21 @@ def with_stored_buckets(call: AttentionCall) -> AttentionCall:
         with torch.inference_mode(False), torch.no_grad():
             stored = make_buckets(call)
         kept = _Kept(stored, [None if x is None else weakref.ref(x) for x in sources], key)
-        _kept[times] = kept
+        _keep(times, kept)
     return call._replace(params=params._replace(**kept.stored._asdict()))
+
+
+def _keep(times: Tensor, kept: _Kept) -> None:
+    """Keep buckets, and drop the oldest of their device above LIMIT bytes."""
+    with _lock:
+        _kept.pop(times, None)
+        _kept[times] = kept
+        of_device = [x for x in _kept.items() if x[0].device == times.device]
+        total = sum(x.stored.buckets.nbytes for _, x in of_device)
+        for oldest, x in of_device[:-1]:
+            if total > LIMIT:
+                del _kept[oldest]
+                total -= x.stored.buckets.nbytes
 
 
 def make_buckets(call: AttentionCall) -> StoredBuckets:

@@ -142,6 +142,18 @@ def test_buckets_live_as_long_as_the_timestamps():
     assert len(stored_buckets._kept) == count
 
 
+def test_the_oldest_buckets_are_dropped_above_the_limit(monkeypatch):
+    calls = [call_of([70, 5], [70, 5], BOUNDARIES["log"]) for _ in range(3)]
+    buckets = [kept(call) for call in calls]
+    assert all(kept(call) is x for call, x in zip(calls, buckets))
+    monkeypatch.setattr(stored_buckets, "LIMIT", 2 * 5 * 64**2)
+    calls[0].params.timestamps.add_(1)  # stored again, as the most recent
+    latest = kept(calls[0])
+    assert latest is not buckets[0]
+    assert calls[1].params.timestamps not in stored_buckets._kept
+    assert kept(calls[2]) is buckets[2] and kept(calls[0]) is latest
+
+
 def test_no_buckets_are_stored(monkeypatch):
     """Above the limit of memory, with more boundaries than a byte counts, and of tensors without a
     version."""
