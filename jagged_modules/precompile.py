@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import os
 import runpy
@@ -90,12 +91,14 @@ def inputs_of(
                 yield from (embeddings | x for x in indices)
             case jm.HSTULayer() | jm.HSTUStack():
                 length = events + candidates
-                x = jm.Jagged(rows(users * length, dim), starts * length)
-                times = None
+                inputs, times = [jm.Jagged(rows(users * length, dim), starts * length)], None
                 if layer.config.relative_time:
                     times = torch.arange(users * length, device=device)
+                    # buckets are stored where the host knows the lengths
+                    inputs.append(jm.Jagged(rows(users * length, dim), starts * length))
+                    inputs[1].segmentation.host_lengths = torch.full((users,), length)
                 counts = torch.full((users,), candidates, dtype=index, device=device)
-                for count in (None, counts):
+                for x, count in itertools.product(inputs, (None, counts)):
                     yield dict(x=x, num_targets=count, timestamps=times)
             case (
                 jm.JaggedMLP()

@@ -199,6 +199,18 @@ def test_the_batches_reach_each_choice_of_kernels(name, layer):
     assert launches and names(launches) - compiled == set()
 
 
+def test_the_batches_reach_attention_with_stored_buckets_and_without():
+    config = jm.HSTUConfig(scaling_seqlen=512, relative_position=200, relative_time=20)
+    layer = jm.HSTULayer(128, 2, config).bfloat16()
+    launches = launches_of(layer)
+    for kernel in ("fwd", "bwd_dq", "bwd_dkdv"):
+        name = f"attention_{kernel}_hopper_kernel"
+        kinds = [x.source.constants for x in launches if x.kernel == name]
+        stored = {"stored=True" in str(constants) for constants in kinds}
+        assert stored == {False, True}
+    assert any(x.kernel == "stored_buckets_kernel" for x in launches)
+
+
 def test_other_versions_are_named_and_not_used(made, tmp_path, unloaded):
     shutil.unpack_archive(made / "kernels.zip", tmp_path)
     manifest = tmp_path / precompiled.MANIFEST
