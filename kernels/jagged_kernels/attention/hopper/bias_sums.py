@@ -255,7 +255,10 @@ def _add_bucket_sums(ds, buckets, ptr):
                 pack=32,
             )  # fmt: skip
     else:
-        _add_runs_of_buckets(ds, buckets.of_scores, ptr)
+        gl.inline_asm_elementwise(
+            _add_runs(), _sum_constraints("f", "r", "l"), [ds, buckets.of_scores, sums],
+            dtype=gl.int32, is_pure=False, pack=32,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -332,19 +335,11 @@ def _group_constraints():
 
 @gluon.jit
 def _add_stored_buckets(ds, buckets, sums):
-    """Each thread adds its scores' dS to its own sums. buckets: uint8, in bias.layout_of_bytes."""
+    """Each thread adds its scores' dS to its own sums. buckets: uint8, in bias._layout_of_bytes."""
     L: gl.constexpr = buckets.type.layout
     ptrs = gl.convert_layout(_sums_of_thread(ds, sums.time_ptr), L)
     factor = gl.full(ds.shape, 0.0, gl.float32, L) + sums.factor
     gl.inline_asm_elementwise(
         add_groups(), _group_constraints(), [gl.convert_layout(ds, L), buckets, ptrs, factor],
-        dtype=gl.int32, is_pure=False, pack=32,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _add_runs_of_buckets(ds, buckets, ptr):
-    gl.inline_asm_elementwise(
-        _add_runs(), _sum_constraints("f", "r", "l"), [ds, buckets, _sums_of_thread(ds, ptr)],
         dtype=gl.int32, is_pure=False, pack=32,
     )  # fmt: skip
