@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.autograd import differentiate_by, refuse_derivative
+from ..common.autograd import differentiate_by, refuse_twice
 from ..common.configs import KernelChoice
 from ..common.device import (
     contiguous_last_dim,
@@ -263,11 +263,7 @@ def _differentiate(op, backward_op) -> None:
         return found if isinstance(found, tuple) else (found,)
 
     differentiate_by(op, gradients)
-    refuse_derivative(
-        backward_op,
-        "block_diagonal_attention is not differentiable twice: its backward kernel has no"
-        " derivative of its own",
-    )
+    refuse_twice("block_diagonal_attention", backward_op)
 
 
 _differentiate(triton_block_attention, triton_block_attention_backward)

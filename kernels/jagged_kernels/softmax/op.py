@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common.autograd import differentiate_by_result, refuse_derivative
+from ..common.autograd import differentiate_by_result, refuse_twice
 from ..common.device import cdiv, chunk_shift, contiguous_last_dim, row_strides
 from ..common.ops import operator
 from ..common.tail import zero_tails
@@ -149,12 +149,7 @@ def _jagged2_softmax(
 # -- autograd --------------------------------------------------------------------------------------
 
 
-for _name, _op, _backward, _num_offsets in (
-    ("jagged_softmax", triton_jagged_softmax, triton_jagged_softmax_backward, 1),
-    ("jagged2_softmax", triton_jagged2_softmax, triton_jagged2_softmax_backward, 3),
-):
-    differentiate_by_result(_op, _backward, _num_offsets)
-    refuse_derivative(
-        _backward,
-        f"{_name} is not differentiable twice: its backward kernel has no derivative of its own",
-    )
+differentiate_by_result(triton_jagged_softmax, triton_jagged_softmax_backward, 1)
+refuse_twice("jagged_softmax", triton_jagged_softmax_backward)
+differentiate_by_result(triton_jagged2_softmax, triton_jagged2_softmax_backward, 3)
+refuse_twice("jagged2_softmax", triton_jagged2_softmax_backward)
