@@ -16,6 +16,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
@@ -63,7 +64,7 @@ class Batch(NamedTuple):
         offsets: `[B + 1]` of the users' rows.
         num_targets: `[B]`, candidates of each user.
         targets: `[N]`, the candidates among the rows.
-        labels: `[N]`.
+        labels: `[N]`; none in batches that are not trained on.
     """
 
     ids: torch.Tensor
@@ -75,15 +76,20 @@ class Batch(NamedTuple):
 
 
 def joined(batches: list[Batch], device: torch.device) -> Batch:
-    """The users of several batches, in one on the device."""
+    """The users of several batches of the host in one on the device, without labels. A GPU gets
+    them in one copy from page-locked memory, which waits for nothing."""
     starts = torch.tensor([0, *(len(x.ids) for x in batches)]).cumsum(0)
-    moved = [
-        x._replace(offsets=x.offsets[:-1] + start, targets=x.targets + start)
+    integers = [
+        (x.ids, x.actions, x.offsets[:-1] + start, x.num_targets, x.targets + start)
         for x, start in zip(batches, starts)
     ]
-    fields = [torch.cat(each) for each in zip(*moved)]
-    whole = Batch(*fields)._replace(offsets=torch.cat([fields[2], starts[-1:]]))
-    return Batch(*(x.to(device) for x in whole))
+    fields = [list(each) for each in zip(*integers)]
+    fields[2].append(starts[-1:])
+    sizes = [sum(map(len, each)) for each in fields]
+    packed = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    torch.cat([x for each in fields for x in each], out=packed)
+    parts = packed.to(device, non_blocking=True).split(sizes)
+    return Batch(*parts, labels=torch.empty(0))
 
 
 def random_batch(events: torch.Tensor, candidates: int, options: argparse.Namespace) -> Batch:
@@ -179,7 +185,8 @@ def measure_inference(options: argparse.Namespace) -> dict[str, float]:
 
 
 class Server:
-    """Answers queries in a thread of its own: as many at once as wait, at most `most`.
+    """Answers queries in a thread of its own: as many at once as wait, at most `most`. While a GPU
+    computes a batch, the host issues the next one.
 
     Args:
         score: logits of the queries with these indices, on any device.
@@ -211,17 +218,46 @@ class Server:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        while (query := self.waiting.get()) is not None:
-            batch = [query]
-            while len(batch) < self.most and not self.waiting.empty():
-                batch.append(self.waiting.get())
-            if batch[-1] is None:
-                self.waiting.put(batch.pop())
-            try:
-                self.score([x.index for x in batch]).cpu()
-            except Exception as error:  # LoadGen waits until each query is complete
-                self.failure = error
-            self.complete([x.id for x in batch])
+        issued: deque[tuple[list[int], Any]] = deque()
+        more = True
+        while more or issued:
+            if more and not (issued and self.waiting.empty()):
+                batch = self._next_batch()
+                more = batch[-1] is not None
+                if queries := batch if more else batch[:-1]:
+                    issued.append(self._issued(queries))
+                if more and len(issued) < 2:
+                    continue
+            if issued:
+                self._finish(*issued.popleft())
+
+    def _next_batch(self) -> list[Any]:
+        """What waits, at least one entry. The last one may be None, behind which nothing comes."""
+        batch = [self.waiting.get()]
+        while batch[-1] is not None and len(batch) < self.most and not self.waiting.empty():
+            batch.append(self.waiting.get())
+        return batch
+
+    def _issued(self, queries: list[Any]) -> tuple[list[int], Any]:
+        """The queries' ids, and the event behind which a GPU has their logits on the host."""
+        event = None
+        try:
+            logits = self.score([x.index for x in queries])
+            logits.to("cpu", non_blocking=True)
+            if logits.device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record()
+        except Exception as error:  # LoadGen waits until each query is complete
+            self.failure = error
+        return [x.id for x in queries], event
+
+    def _finish(self, ids: list[int], event: Any) -> None:
+        try:
+            if event is not None:
+                event.synchronize()
+        except Exception as error:
+            self.failure = error
+        self.complete(ids)
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.types import Device
 
 from .scalars import check_flag, check_size, is_sequence, to_ints
-from .segments import check_device, check_integers, values_are_checkable
+from .segments import check_device, check_integers, check_not_negative, values_are_checkable
 
 LONGEST = 2**30
 # fields that are numbers, which an HSTUConfig has too
@@ -113,14 +113,7 @@ class AttentionMask:
             object.__setattr__(self, "window", tuple(self.window))
         if self.num_targets is not None:
             check_integers("num_targets", self.num_targets)
-            if (
-                values_are_checkable(self.num_targets)
-                and self.num_targets.numel()
-                and int(self.num_targets.min()) < 0
-            ):
-                raise ValueError(
-                    f"num_targets must not be negative, got {int(self.num_targets.min())}"
-                )
+            check_not_negative("num_targets", self.num_targets)
         check_size("target_group_size", self.target_group_size)
         for name in LENGTHS:
             _check_length(name, getattr(self, name))

@@ -67,6 +67,12 @@ def check_index_values(name: str, x: Tensor, size: int, largest: str) -> None:
             )
 
 
+def check_not_negative(name: str, x: Tensor) -> None:
+    """ValueError if a value, if they may be read, is negative."""
+    if values_are_checkable(x) and x.numel() and int(x.min()) < 0:
+        raise ValueError(f"{name} must not be negative, got {int(x.min())}")
+
+
 def check_offsets(
     name: str,
     offsets: Any,

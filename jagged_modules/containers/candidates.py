@@ -17,6 +17,7 @@ from ..segments import (
     check_device,
     check_index_values,
     check_integers,
+    check_not_negative,
     check_offsets,
     may_have_tail,
     outside_inference_mode,
@@ -150,14 +151,7 @@ class CandidateIndex(Queries):
             ValueError: not 1-D, or (host tensors, or under `debug_checks`) a negative count.
         """
         check_integers("candidates_per_user", candidates_per_user)
-        if (
-            values_are_checkable(candidates_per_user)
-            and candidates_per_user.numel()
-            and int(candidates_per_user.min()) < 0
-        ):
-            raise ValueError(
-                f"candidates_per_user must not be negative, got {int(candidates_per_user.min())}"
-            )
+        check_not_negative("candidates_per_user", candidates_per_user)
         counts = candidates_per_user.long()
         return cls(torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 

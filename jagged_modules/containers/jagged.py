@@ -17,6 +17,7 @@ from ..segments import (
     Segmentation,
     check_device,
     check_integers,
+    check_not_negative,
     check_offsets,
     outside_inference_mode,
     parse_segments,
@@ -448,10 +449,9 @@ def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> No
             f" on {host_lengths.device}"
         )
     check_integers("host_lengths", host_lengths)
+    check_not_negative("host_lengths", host_lengths)
     if not values_are_checkable(host_lengths):
         return
-    if segments and int(host_lengths.min()) < 0:
-        raise ValueError(f"host_lengths must not be negative, got {int(host_lengths.min())}")
     if int(host_lengths.sum()) != total:
         raise ValueError(
             f"host_lengths must add up to the number of rows, {total}, got"

@@ -27,7 +27,7 @@ from jagged_kernels.attention.params import (
     pack,
     unpack,
 )
-from jagged_kernels.common.autograd import refuse_derivative
+from jagged_kernels.common.autograd import refuse_twice
 from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 from torch.nn.functional import pad
@@ -313,9 +313,4 @@ cpu_packed_backward = host_operator(
     "attention_cpu_packed_backward", packed_backward_fake, PACKED_BACKWARD_SCHEMA
 )(_packed_backward)
 differentiate_attention(_OPERATOR, cpu_backward)
-for _op in (cpu_backward, cpu_packed_backward):
-    refuse_derivative(
-        _op,
-        "attention is not differentiable twice on the CPU: its backward has no derivative of its"
-        " own",
-    )
+refuse_twice("attention", cpu_backward, cpu_packed_backward)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from jagged_kernels.common.autograd import refuse_derivative
+from jagged_kernels.common.autograd import refuse_derivative, refuse_twice
 from jagged_kernels.din.results import empty_gradients, joined_moments
 from jagged_kernels.schedule.cost import MaskParams
 from torch import Tensor
@@ -334,10 +334,7 @@ def din_attention_backward_cpu(
 
 for _op in din_attention_cpu, din_moments_cpu:
     refuse_derivative(_op, "din_attention's operators have no derivative: its node has one")
-refuse_derivative(
-    din_attention_backward_cpu,
-    "din_attention is not differentiable twice: its backward has no derivative of its own",
-)
+refuse_twice("din_attention", din_attention_backward_cpu)
 
 
 class _Gradients:

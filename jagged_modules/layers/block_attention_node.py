@@ -54,7 +54,8 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from jagged_kernels.block_attention.op import packed_backward
+        from jagged_kernels.block_attention import op
+        from jagged_kernels.common.ops import called
 
         x, qkv_weight, qkv, offsets, *tables, h, out_weight, end = ctx.saved_tensors
         wanted: list[bool] = list(ctx.needs_input_grad[:5])
@@ -64,7 +65,8 @@ class _Node(torch.autograd.Function):
         if dh is None:
             return None, None, None, *dout, None
         do = dh.view_as(qkv[:, 0])
-        dqkv = packed_backward(do, qkv, offsets, tables, *ctx.options).flatten(1)
+        inputs = do, qkv, offsets, tables, *ctx.options
+        dqkv = called(op.triton_block_attention_packed_backward, *inputs).flatten(1)
         release(qkv, h, dh)
         dx_and_proj = linear_gradients(dqkv, x, qkv_weight, of_qkv, ctx.x_dtype, ctx.dtype)
         return *dx_and_proj, *dout, None
@@ -75,7 +77,8 @@ def _attended(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The operands of the output's projection, in its dtype. Saves what a backward reads; without
     one, the packed projection is free when this returns."""
-    from jagged_kernels.block_attention.op import packed_forward
+    from jagged_kernels.block_attention import op
+    from jagged_kernels.common.ops import called
 
     offsets, end, num_heads, block_size, rotary, dtype, dropout = attention
     ctx.x_dtype, ctx.dtype = x.dtype, parameters[0].dtype
@@ -85,6 +88,6 @@ def _attended(
     qkv, offsets, tables, *ctx.options = packed_arguments(
         qkv, offsets, block_size=block_size, rotary=rotary, dropout_p=dropout
     )
-    h = packed_forward(qkv, offsets, tables, *ctx.options).flatten(1)
+    h = called(op.triton_block_attention_packed, qkv, offsets, tables, *ctx.options).flatten(1)
     ctx.save_for_backward(x, qkv_weight, qkv, offsets, *tables, h, out_weight, end)
     return h, out_weight, out_bias

@@ -107,22 +107,16 @@ class HSTULayer(Layer):
         self.out_proj = xavier_linear(
             3 * width, embedding_dim, bias=False, device=device, dtype=dtype
         )
-        self._make_bias(device, dtype)
-
-    def _make_bias(self, device: Device, dtype: torch.dtype | None) -> None:
-        n, k = self.config.relative_position, self.config.relative_time
-        self.register_parameter(
-            "position_bias",
-            nn.Parameter(torch.empty(2 * n - 1, device=device, dtype=dtype)) if n else None,
-        )
-        self.register_parameter(
-            "time_bias", nn.Parameter(torch.empty(k + 1, device=device, dtype=dtype)) if k else None
-        )
+        n, k = config.relative_position, config.relative_time
+        self.position_bias = self.time_bias = None
+        if n:
+            self.position_bias = nn.Parameter(torch.empty(2 * n - 1, device=device, dtype=dtype))
+        if k:
+            self.time_bias = nn.Parameter(torch.empty(k + 1, device=device, dtype=dtype))
         # Persistent, so that a layer built on the meta device is complete after `to_empty` and
         # `load_state_dict`.
-        self.register_buffer(
-            "time_boundaries", torch.empty(k, dtype=torch.int64, device=device) if k else None
-        )
+        boundaries = torch.empty(k, dtype=torch.int64, device=device) if k else None
+        self.register_buffer("time_boundaries", boundaries)
         self._reset_bias()
 
     def _reset_bias(self) -> None:

@@ -140,7 +140,7 @@ class PagedHistoryCache:
         self._storages: list[torch.UntypedStorage] = []
         on_host = getattr(layer, "takes_host_tables", False)
         self._rows = RowStorage(page_rows, _checked_dtype(dtype), on_host)
-        self._table: PageTable | None = None
+        self._table = PageTable(0, page_rows)  # until `_allocate`
         self._hits = self._misses = 0
         # the second guards all attributes
         self._writer, self._lock = threading.Lock(), threading.Lock()
@@ -154,7 +154,7 @@ class PagedHistoryCache:
 
     def __len__(self) -> int:
         with self._lock:
-            return 0 if self._table is None else len(self._table.users)
+            return len(self._table.users)
 
     def __contains__(self, user: Hashable) -> bool:
         check_keys([user])
@@ -165,8 +165,7 @@ class PagedHistoryCache:
         """The users cached with the layer's present weights, the least recently used first."""
         with self._lock:
             weights = self._current_weights()
-            known = {} if self._table is None else self._table.users
-            return [user for user, x in known.items() if x.weights == weights]
+            return [user for user, x in self._table.users.items() if x.weights == weights]
 
     def missing(self, users: Iterable[Hashable]) -> list[Hashable]:
         """The users of these that are not cached with the layer's present weights, in their order.
@@ -181,7 +180,7 @@ class PagedHistoryCache:
         with self._lock:
             weights, missing = self._current_weights(), list[Hashable]()
             for user in users:
-                if self._table is not None and self._is_cached(user, weights):
+                if self._is_cached(user, weights):
                     self._table.touch(user)
                     self._hits += 1
                 else:
@@ -193,8 +192,6 @@ class PagedHistoryCache:
         """Sizes and counts."""
         with self._lock:
             table = self._table
-            if table is None:
-                return CacheStatistics(0, 0, 0, self.max_bytes, self._hits, self._misses, 0)
             size = (table.num_pages - table.num_free) * self._rows.page_bytes
             held, counts = (len(table.users), table.num_rows), (self._hits, self._misses)
             return CacheStatistics(*held, size, self.max_bytes, *counts, table.evictions)
@@ -221,7 +218,7 @@ class PagedHistoryCache:
             with self._lock:
                 weights = self._current_weights()
             # nothing to compute
-            if self._table is not None and isinstance(history, Jagged) and not history.num_rows:
+            if self._table.num_pages and isinstance(history, Jagged) and not history.num_rows:
                 check_users(users, history.num_segments, "history")
                 with self._ordered():
                     self._table.replace(users, [0] * len(users), weights)
@@ -330,15 +327,14 @@ class PagedHistoryCache:
         users = listed_users(users)
         with self._writer, self._lock:
             for user in users:
-                if self._table is not None and user in self._table.users:
+                if user in self._table.users:
                     self._table.drop(user)
 
     def clear(self) -> None:
         """Forget all users. The pages stay allocated."""
         with self._writer, self._lock:
-            if self._table is not None:
-                for user in list(self._table.users):
-                    self._table.drop(user)
+            for user in list(self._table.users):
+                self._table.drop(user)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -388,11 +384,7 @@ class PagedHistoryCache:
         return self._version
 
     def _is_cached(self, user: Hashable, weights: int) -> bool:
-        return (
-            self._table is not None
-            and user in self._table.users
-            and self._table.users[user].weights == weights
-        )
+        return user in self._table.users and self._table.users[user].weights == weights
 
     def _check_cached(self, users: Sequence[Hashable]) -> PageTable:
         check_sequence(users)
@@ -400,12 +392,12 @@ class PagedHistoryCache:
         for user in users:
             if self._is_cached(user, weights):
                 continue
-            stale = self._table is not None and user in self._table.users
+            stale = user in self._table.users
             raise KeyError(
                 f"user {user!r} {'was cached with other weights' if stale else 'is not cached'}:"
                 " put the history first"
             )
-        if self._table is None:
+        if not self._table.num_pages:
             raise KeyError("no user is given, and nothing is cached yet: put a history first")
         return self._table
 
@@ -414,7 +406,7 @@ class PagedHistoryCache:
         rows do not fit the pages."""
         self._rows.check_kind(rows)
         self._wait_for_readers()
-        if self._table is None:
+        if not self._table.num_pages:
             self._table = PageTable(self._rows.allocate(rows, self.max_bytes), self.page_rows)
         return self._table
 
@@ -438,8 +430,7 @@ class PagedHistoryCache:
             self._rows.write(rows, ranges)
         except BaseException:
             for user in users:
-                if self._table is not None:
-                    self._table.drop(user)
+                self._table.drop(user)
             raise
 
     def _pin(self, table: PageTable, known: Sequence[UserPages]) -> HistoryCache:
@@ -464,7 +455,7 @@ class PagedHistoryCache:
     def _unpin(self) -> None:
         """Unpin the pages of selected histories that exist no more. Not where these are destroyed:
         that may be anywhere in any thread."""
-        while self._read and self._table is not None:
+        while self._read:
             pages, stream = self._read.popleft()
             self._table.unpin(pages)
             if stream is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,23 +192,19 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def row_by_row(
-    *names: str, of: str = "self", alone: bool = True
-) -> Callable[[Condition], Condition]:
-    """As `rule`, for operators that compute each row of their operand `of` by itself, where a
-    condition holds: of the call, the rows' dimension and the number of dimensions. The rows'
-    dimension stays in place. alone: no other operand may have a lineage."""
+    operators: Iterable[tuple[str, Condition]], of: str = "self", alone: bool = True
+) -> None:
+    """Registers rules for operators, named as for `rule`, that compute each row of their operand
+    `of` by itself, where a condition holds: of the call, the rows' dimension and the number of
+    dimensions. The rows' dimension stays in place. alone: no other operand may have a lineage."""
+    for names, condition in operators:
 
-    def register(condition: Condition) -> Condition:
-        def moved(call: Call) -> Moved | None:
+        @rule(names)
+        def moved(call: Call, condition: Condition = condition) -> Moved | None:
             lineage, ndim = call.lineage(call[of]), len(call.shape(call[of]))
             if lineage is None or (alone and not call.only(of)):
                 return None
             return Moved(lineage) if condition(call, lineage.dim, ndim) else None
-
-        rule(*names)(moved)
-        return condition
-
-    return register
 
 
 def equal_segments(offsets: fx.Node) -> tuple[Size, int] | None:

@@ -24,6 +24,9 @@ FAST_PATH = (
     torch.ops.aten._transformer_encoder_layer_fwd.default,
     torch.ops.aten._native_multi_head_attention.default,
 )
+BATCH_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default
+# of inputs on a GPU, the conditions of its sizes by which torch chooses a kernel of cuDNN
+CUDNN_SIZES = re.compile(r"<= (880801|65535)$")
 COPIES_OF_CONSTANTS = torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.clone.default
 
 
@@ -88,19 +91,20 @@ def export(
 
     The first dimension of each tensor is dynamic unless dynamic_shapes, in torch.export's format,
     says otherwise. The fused operators that nn.MultiheadAttention and nn.TransformerEncoder use in
-    eval mode are off during the capture: they have no rules. So is the caller's autocast, whose
-    casts would become part of the graph: it acts on the calls of the result, as on those of the
-    model.
+    eval mode are off during the capture: they have no rules. So is cuDNN, whose batch norm is
+    another operator, and the caller's autocast, whose casts would become part of the graph: it acts
+    on the calls of the result, as on those of the model.
     """
     model, args, kwargs = example
     if dynamic_shapes is None:
         dynamic_shapes = _first_dims(example, replicated)
     fastpath = torch.backends.mha.get_fastpath_enabled()
-    outside_autocast = contextlib.ExitStack()
+    settings = contextlib.ExitStack()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
+        settings.enter_context(torch.backends.cudnn.flags(enabled=False))
         for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-            outside_autocast.enter_context(torch.autocast(device, enabled=False))
+            settings.enter_context(torch.autocast(device, enabled=False))
         root = _with_one_batch(model, replicated) if replicated else model
         exported = torch.export.export(
             root, args, kwargs, dynamic_shapes=dynamic_shapes
@@ -110,7 +114,7 @@ def export(
             f"model must be one that torch.export captures, got {type(error).__name__}: {error}"
         ) from error
     finally:
-        outside_autocast.close()
+        settings.close()
         torch.backends.mha.set_fastpath_enabled(fastpath)
     signature = exported.graph_signature
     written = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
@@ -122,8 +126,11 @@ def export(
     sizes = _first_sizes(example)
     rows = {x.size for x in sizes if x.name in replicated}
     batch = [x.guard for x in sizes if x.size in rows]
+    normalises = bool(exported.graph.find_nodes(op="call_function", target=BATCH_NORM))
     branches = [
-        guard for guard in getattr(exported, "_guards_code", []) if _is_branch(guard, batch)
+        guard
+        for guard in getattr(exported, "_guards_code", [])
+        if _is_branch(guard, batch) and not (normalises and CUDNN_SIZES.search(guard))
     ]
     if branches:
         raise ValueError(

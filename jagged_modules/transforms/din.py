@@ -25,6 +25,7 @@ from torch import fx
 
 from .analysis import Analysis
 from .calls import Call, is_operator, is_tensor, only_for, positional
+from .capture import BATCH_NORM
 from .choices import ARITHMETIC, FILLS, KEEPS_ORDER, choice, fill_of, is_mask
 from .lineage import Lineage, Size, common, product, shape_of
 
@@ -40,7 +41,6 @@ OF_NORMS = {
 }  # fmt: skip
 PAIRS: dict[Any, str] = {aten.sub.Tensor: "q-k", aten.mul.Tensor: "q*k"}
 REPEATS = aten.expand.default, aten.repeat.default
-BATCH_NORM = aten._native_batch_norm_legit_no_training.default
 # a number that no score reaches: at most this, an event has no weight in the softmax
 HIDES = -1e4
 # added to scores of less than 16, a number that this times smaller rounds to itself

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from ..functional.linear_compress import compress_unchecked
 from .attention import TargetAttention
 from .calls import TO_SHAPE, Call, flat, is_tensor, positional, unbind
 from .compress import Compression
@@ -31,7 +32,6 @@ from .runtime import (
     attend_with_users,
     check_inputs,
     checked_map,
-    compress,
     group_candidates,
     without_negative,
 )
@@ -367,7 +367,7 @@ class Emitter:
         index = self._row_numbers(match.lineage.maps, match.user_embeddings)
         own = match.user_weight, match.weight, match.embeddings
         user_weight, weight, embeddings = (self.value(x) for x in own)
-        return self.call(compress, user_weight, users, weight, embeddings, index)
+        return self.call(compress_unchecked, [user_weight, weight], [users, embeddings], [index])
 
     def _candidates(
         self, maps: tuple[Map, ...], node: fx.Node, value: fx.Node, own: Lineage

@@ -93,29 +93,44 @@ def reduction(call: Call) -> Moved | None:
     return Moved(lineage.at(lineage.dim - removed))
 
 
-@row_by_row("layer_norm.default", "rms_norm.default", of="input")
-def norm_of_last_dims(call: Call, dim: int, ndim: int) -> bool:
-    """Normalises the last dimensions."""
-    return dim < ndim - len(call["normalized_shape"])
-
-
-@row_by_row("group_norm.default", of="input")
-def group_norm(call: Call, dim: int, ndim: int) -> bool:
-    """Normalises groups of channels of each sample."""
-    return dim == 0
-
-
-@row_by_row("_native_batch_norm_legit_no_training.default", of="input")
-def batch_norm_in_eval(call: Call, dim: int, ndim: int) -> bool:
-    """With running statistics, an affine function of each element that depends on its channel
-    only."""
-    return dim != 1
-
-
-@row_by_row("linear.default", of="input")
-def linear(call: Call, dim: int, ndim: int) -> bool:
-    """The last dimension is the one that is contracted."""
-    return dim != ndim - 1
+row_by_row(
+    [
+        (  # the last dimensions
+            "layer_norm.default rms_norm.default",
+            lambda call, dim, ndim: dim < ndim - len(call["normalized_shape"]),
+        ),
+        # groups of channels of each sample
+        ("group_norm.default", lambda call, dim, ndim: dim == 0),
+        # with running statistics, an affine function of each element that depends on its channel
+        ("_native_batch_norm_legit_no_training.default", lambda call, dim, ndim: dim != 1),
+        # contracts the last dimension
+        ("linear.default", lambda call, dim, ndim: dim != ndim - 1),
+        (  # each sample; without a dimension of samples, the first one is that of the channels
+            "conv1d.default conv1d.padding conv2d.default conv2d.padding",
+            lambda call, dim, ndim: dim == 0 and ndim == len(call.shape(call["weight"])),
+        ),
+    ],
+    of="input",
+)
+# compare each element with a tensor that is the same for all
+row_by_row([("isin.Tensor_Tensor", lambda call, dim, ndim: True)], of="elements")
+row_by_row(
+    [
+        ("bucketize.Tensor", lambda call, dim, ndim: True),
+        # one weight for each index of dimension 1
+        ("prelu.default", lambda call, dim, ndim: dim != 1),
+        (  # pool the last dimensions, for each channel of each sample
+            "max_pool1d.default avg_pool1d.default adaptive_avg_pool1d.default"
+            " adaptive_max_pool1d.default max_pool1d_with_indices.default",
+            lambda call, dim, ndim: dim < ndim - 1,
+        ),
+        (
+            "max_pool2d.default avg_pool2d.default adaptive_avg_pool2d.default"
+            " adaptive_max_pool2d.default max_pool2d_with_indices.default",
+            lambda call, dim, ndim: dim < ndim - 2,
+        ),
+    ]
+)
 
 
 @rule("matmul.default", "bmm.default", "mm.default", "baddbmm.default", "addmm.default")
@@ -244,42 +259,12 @@ def similarity(call: Call) -> Moved | None:
     )
 
 
-@row_by_row("prelu.default")
-def prelu(call: Call, dim: int, ndim: int) -> bool:
-    """Pointwise, with one weight for each index of dimension 1."""
-    return dim != 1
-
-
 @rule("bilinear.default")
 def bilinear(call: Call) -> Moved | None:
     """Each row of the result depends on the same row of both inputs, whose last dimensions are
     contracted."""
     lineage = call.broadcast([call["input1"], call["input2"]], skip=1)
     return lineage and Moved(lineage) if call.only("input1", "input2") else None
-
-
-@row_by_row("bucketize.Tensor")
-@row_by_row("isin.Tensor_Tensor", of="elements")
-def look_up_elements(call: Call, dim: int, ndim: int) -> bool:
-    """Compares each element with a tensor that is the same for all."""
-    return True
-
-
-@row_by_row("conv1d.default", "conv1d.padding", "conv2d.default", "conv2d.padding", of="input")
-def convolution(call: Call, dim: int, ndim: int) -> bool:
-    """Works on each sample by itself. Without a dimension of samples, the first one is that of the
-    channels."""
-    return dim == 0 and ndim == len(call.shape(call["weight"]))
-
-
-@row_by_row(
-    "max_pool1d.default max_pool2d.default avg_pool1d.default avg_pool2d.default"
-    " adaptive_avg_pool1d.default adaptive_avg_pool2d.default adaptive_max_pool1d.default"
-    " adaptive_max_pool2d.default max_pool1d_with_indices.default max_pool2d_with_indices.default"
-)
-def pooling(call: Call, dim: int, ndim: int) -> bool:
-    """Works on the last dimensions, for each channel of each sample by itself."""
-    return dim < ndim - (1 if "1d" in str(call.target) else 2)
 
 
 @rule("gru.input", "lstm.input")

@@ -14,7 +14,6 @@ from ..containers.candidates import CandidateIndex
 from ..functional import din_attention, jagged_attention, target_attention
 from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
-from ..functional.linear_compress import compress_unchecked
 from ..masks import AttentionMask
 from ..scalars import check_kind
 from ..segments import RowSegments, check_index_values, check_integers, values_are_checkable
@@ -110,17 +109,6 @@ def without_negative(index: Tensor, name: str) -> Tensor:
     return index
 
 
-def compress(
-    user_weight: Tensor,
-    users: Tensor,
-    weight: Tensor,
-    candidates: Tensor,
-    candidate_to_user: Tensor,
-) -> Tensor:
-    """user_weight @ users[candidate_to_user] + weight @ candidates."""
-    return compress_unchecked([user_weight, weight], [users, candidates], [candidate_to_user])
-
-
 def group_candidates(candidate_to_user: Tensor, users: Tensor) -> CandidateIndex:
     """The candidates by user, for all attentions of a graph. `users` has one row per user. The
     index has one more user without candidates, to whom the hidden keys belong."""
@@ -144,17 +132,9 @@ def recurrence(
     return torch.ops.aten.lstm.input(input, [x.contiguous() for x in hx], *options)
 
 
-def attend_in_place(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    candidates: CandidateIndex,
-    hidden: Tensor | None,
-    num_heads: int | None,
-    scale: float,
-    empty: float,
-) -> Tensor:
-    """Attention of each candidate to its user's keys, of which there is one copy per user.
+def attend_in_place(query: Tensor, *given: Any) -> Tensor:
+    """Attention of each candidate to its user's keys, of which there is one copy per user. given:
+    from the key on, as `_attended` takes them.
 
     Args:
         query: `[C, H, Lq, D]`, or `[C · H, Lq, D]` with num_heads = H.
@@ -167,7 +147,6 @@ def attend_in_place(
     Returns:
         In the shape of query.
     """
-    given = key, value, candidates, hidden, num_heads, scale, empty
     return _attended(None, False, query, *given)[-1]
 
 

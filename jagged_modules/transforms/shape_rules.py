@@ -92,26 +92,18 @@ def permute(call: Call) -> Moved | None:
     return Moved(lineage.at(order.index(lineage.dim)))
 
 
-@rule("expand.default")
+@rule("expand.default", "repeat.default")
 def expand(call: Call) -> Moved | None:
-    """Repeats other dimensions of size 1, and adds dimensions in front."""
+    """Repeats other dimensions, and adds dimensions in front."""
     lineage, ndim = call.lineage(call["self"]), len(call.shape())
     if lineage is None:
         return None
     after = lineage.at(lineage.dim + ndim - len(call.shape(call["self"])))
+    if "repeats" in call.arguments:
+        return Moved(after) if call["repeats"][after.dim] == 1 else None
     sizes = list(call["size"])
     sizes[after.dim] = -1
     return Moved(after, dict(size=sizes))
-
-
-@rule("repeat.default")
-def repeat(call: Call) -> Moved | None:
-    """Repeats other dimensions, each row by itself."""
-    lineage, ndim = call.lineage(call["self"]), len(call.shape())
-    if lineage is None:
-        return None
-    after = lineage.at(lineage.dim + ndim - len(call.shape(call["self"])))
-    return Moved(after) if call["repeats"][after.dim] == 1 else None
 
 
 def is_whole_slice(arguments: Mapping[str, Any]) -> bool:
@@ -121,32 +113,35 @@ def is_whole_slice(arguments: Mapping[str, Any]) -> bool:
     return start in (None, 0) and step == 1 and has_last_row
 
 
-@row_by_row("slice.Tensor", alone=False)
-def slice_(call: Call, dim: int, ndim: int) -> bool:
-    """Selects indices of another dimension. A slice of all rows is the identity."""
-    return call.dim("dim", ndim) != dim or is_whole_slice(call.arguments)
+row_by_row(
+    [
+        (  # indices of another dimension; a slice of all rows is the identity
+            "slice.Tensor",
+            lambda call, dim, ndim: call.dim("dim", ndim) != dim or is_whole_slice(call.arguments),
+        ),
+        (  # cut another dimension
+            "split.Tensor split_with_sizes.default unsafe_split.Tensor",
+            lambda call, dim, ndim: call.dim("dim", ndim) != dim,
+        ),
+        (  # pad other dimensions, counted from the last
+            "constant_pad_nd.default pad.default",
+            lambda call, dim, ndim: dim < ndim - len(call["pad"]) // 2,
+        ),
+        # each matrix of the last two dimensions
+        ("tril.default triu.default", lambda call, dim, ndim: dim < ndim - 2),
+    ],
+    alone=False,
+)
 
 
-@rule("select.int")
+@rule("select.int", "unbind.int")
 def select(call: Call) -> Moved | None:
-    """Selects one index of another dimension, which goes."""
+    """Selects one index of another dimension, or each of them. That dimension goes."""
     lineage = call.lineage(call["self"])
     if lineage is None:
         return None
     dim = call.dim("dim", len(call.shape(call["self"])))
     return None if dim == lineage.dim else Moved(lineage.at(lineage.dim - (dim < lineage.dim)))
-
-
-@row_by_row("split.Tensor", "split_with_sizes.default", "unsafe_split.Tensor", alone=False)
-def split(call: Call, dim: int, ndim: int) -> bool:
-    """Cuts another dimension."""
-    return call.dim("dim", ndim) != dim
-
-
-@rule("unbind.int")
-def unbind(call: Call) -> Moved | None:
-    """Cuts another dimension into its indices, and that dimension goes."""
-    return select(call)
 
 
 @rule("cat.default")
@@ -172,18 +167,6 @@ def _join(call: Call, dim: int, lineages: list[Lineage | None]) -> Moved | None:
         return None
     lineage = common([x for x in lineages if x])
     return Moved(lineage) if lineage and lineage.dim != dim else None
-
-
-@row_by_row("constant_pad_nd.default", "pad.default", alone=False)
-def pad(call: Call, dim: int, ndim: int) -> bool:
-    """Pads other dimensions, counted from the last."""
-    return dim < ndim - len(call["pad"]) // 2
-
-
-@row_by_row("tril.default", "triu.default", alone=False)
-def triangle(call: Call, dim: int, ndim: int) -> bool:
-    """Works on each matrix of the last two dimensions."""
-    return dim < ndim - 2
 
 
 @rule("diagonal.default")

@@ -200,32 +200,24 @@ class Problem:
                     found.run(backward)
         return found
 
-    def gemm(self, flops: float) -> Implementation:
-        size = 4096 if self.device == "cuda" else 64
-        rows = max(1, round(flops / (2 * size * size)))
-        x, y = random_tensors(self.device, self.grad.dtype, (rows, size), (size, size))
-        inputs = {"x": x, "y": y}
-        some = {"out": x[:1] @ y}
-        return Implementation(
-            lambda: x @ y, inputs, lambda name, z: {"gemm": z[:1] - some[name] + 1}, whole=False
-        )
-
     def setup(self, compile_limit: float) -> Setup:
         e, (h1, h2) = self.sizes.width, self.sizes.hidden
         pairs = sum(len(i) for i, _ in self.chunks())
         flops = 2.0 * pairs * (e * h1 + h1 * h2 + h2 + e)
         read, out = sum(x.nbytes for x in self.inputs.values()), self.grad.nbytes
+        size = 4096 if self.device == "cuda" else 64
+        rows = max(1, round(flops / (2 * size * size)))
+        x, y = random_tensors(self.device, self.grad.dtype, (rows, size), (size, size))
 
         def reference(dtype: torch.dtype) -> dict[str, Tensor]:
-            return self.reference(dtype) | {
-                "out/gemm": torch.ones(1, 4096 if self.device == "cuda" else 64).to(self.device)
-            }
+            return self.reference(dtype) | {"out/gemm": x[:1].to(dtype) @ y.to(dtype)}
 
-        implementations = {
-            OURS: self.ours,
-            MATERIALIZED: self.materialized,
-            GEMM: partial(self.gemm, flops),
-        }
+        def gemm() -> Implementation:
+            return Implementation(
+                lambda: x @ y, {"x": x, "y": y}, lambda _, z: {"gemm": z[:1]}, whole=False
+            )
+
+        implementations = {OURS: self.ours, MATERIALIZED: self.materialized, GEMM: gemm}
         if self.device == "cuda":
             implementations[COMPILED] = partial(self.materialized, compile_limit)
         return Setup(

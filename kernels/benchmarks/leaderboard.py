@@ -7,7 +7,8 @@
 
 Each implementation is checked and measured in a process of its own, so that one that crashes or
 hangs is a row with its error. All measure a case before the next one begins. A row is printed as
-soon as it is measured. Peers are imported from where their users have them, on PYTHONPATH:
+soon as it is measured. --together measures them in one process, in less time. Peers are imported
+from where their users have them, on PYTHONPATH:
 
 - Meta's `generative_recommenders`, and `torchrec`, which it imports. The configurations that a
   kernel tries are compiled in parallel, then timed for a fifth of its default.
@@ -21,6 +22,7 @@ NVIDIA's figures are read off the plots of recsys-examples.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
 import itertools
 import json
@@ -141,6 +143,7 @@ def flash(problem: Problem) -> dict[str, Callable[[], Implementation]]:
     return {FA2: lambda: of(partial(varlen_attention, causal=True))} | newer
 
 
+@functools.cache  # once
 def compile_before_tuning() -> None:
     """Triton's autotuner compiles a kernel's configurations in parallel, then times them."""
     import triton.testing
@@ -344,11 +347,23 @@ def summary(rows: list[dict]) -> list[str]:
     return lines
 
 
+def together(case: Case, protocol: Protocol, chosen: re.Pattern) -> list[dict]:
+    """The rows of a case, all measured in this process."""
+    if protocol.device == "cuda":
+        compile_before_tuning()
+    names = "|".join(map(re.escape, filter(chosen.search, PEERS[case.table])))
+    return published(case, chosen) + run_case(case, protocol, re.compile(f"^({names})$"))
+
+
 def run_board(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(add_help=False)
     text = "seconds that each implementation of a table may take (default: %(default)s)"
     parser.add_argument("--limit", type=float, default=600.0, help=text)
+    text = "one process for all: faster, but a crash ends the run"
+    parser.add_argument("--together", action="store_true", help=text)
     own, others = parser.parse_known_args(argv)
+    if own.together:
+        return main("leaderboard", make_cases, argv, summary, own_options=[parser], run=together)
     board = Board("--tiny" in others, own.limit)
     try:
         return main("leaderboard", make_cases, argv, summary, own_options=[parser], run=board.run)

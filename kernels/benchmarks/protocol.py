@@ -10,8 +10,8 @@ import torch
 
 PROTOCOL = """\
 Random inputs. All implementations of a case are measured in turn in one process, for {rounds} rounds (every other round in reverse
-order; the first one follows the check of each; on the leaderboard each has a process of its own
-and measures all its rounds at once). Each measurement follows a pause of {pause_s} s and is the median over about {rep_ms} ms after {warmup_ms} ms of warm-up. The better
+order; the first one follows the check of each; on the leaderboard, unless --together,
+each has a process of its own and measures all its rounds at once). Each measurement follows a pause of {pause_s} s and is the median over about {rep_ms} ms after {warmup_ms} ms of warm-up. The better
 round is reported; all are saved. On CUDA, events around each call measure the device's time. Before each call the L2 cache is overwritten,
 and the device waits until the host has issued the whole call, so that launch gaps do not count. The host's time to issue the call has
 its own column. Tables of wall time measure host and device together, from one synchronisation to the next, {wall_factor} times as long.

@@ -68,6 +68,17 @@ def test_a_crash_is_a_row(tmp_path, monkeypatch, capsys):
     assert f"{CASE.table} | {CASE.name} | {leaderboard.META} |" in capsys.readouterr().out
 
 
+def test_together_in_one_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(leaderboard, "Peer", None)  # begins a process
+    only, peers = f"^{CASE.table}: {CASE.name}$", rf"^{leaderboard.OURS}$|^Meta.*\(Triton\)$"
+    arguments = ["--tiny", "--device", "cpu", "--together", "--only", only, "--peers", peers, *FAST]
+    assert leaderboard.run_board([*arguments, "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*-leaderboard.json")
+    ours, meta = json.loads(path.read_text())["rows"]
+    assert ours["status"] == "ok" and ours["forward_backward_ms"]
+    assert meta["implementation"] == leaderboard.META and meta["status"].startswith("unavailable")
+
+
 @pytest.fixture
 def peer(monkeypatch):
     """Makes one whose process runs the given code."""

@@ -39,6 +39,7 @@ def test_joined_batches():
         bench.random_batch(torch.tensor(events), 4, options) for events in ([3, 0], [5], [1, 2])
     ]
     whole = bench.joined(batches, options.device)
+    assert not len(whole.labels)
     torch.testing.assert_close(model(whole), torch.cat([model(x) for x in batches]))
     assert whole.offsets.tolist() == [0, 8, 13, 23, 29, 36]
 
@@ -55,6 +56,41 @@ def test_a_server_answers_each_query_once():
     server.close()
     assert sum(scored, []) == list(range(8)) and answered == list(range(10, 18))
     assert max(map(len, scored)) <= 3
+
+
+def test_a_server_issues_a_batch_before_it_waits_for_the_last_one(monkeypatch):
+    """Two at a time: results are complete in the order of the queries."""
+    happened: list[str] = []
+
+    class OnDevice:
+        device = torch.device("cuda")
+
+        def to(self, device, non_blocking):
+            assert non_blocking
+
+    class Event:
+        def record(self):
+            self.number = sum(x.startswith("issued") for x in happened)
+
+        def synchronize(self):
+            happened.append(f"waited {self.number}")
+
+    def score(indices):
+        happened.append(f"issued {indices[0]}")
+        if indices == [0]:  # the thread sees none of the others earlier
+            server.issue([SimpleNamespace(index=i, id=i) for i in (1, 2)])
+            server.waiting.put(None)
+        return OnDevice()
+
+    monkeypatch.setattr(bench.torch.cuda, "Event", Event)
+    server = bench.Server(score, 1, lambda ids: happened.append(f"complete {ids[0]}"))
+    server.issue([SimpleNamespace(index=0, id=0)])
+    server.thread.join()
+    assert server.failure is None
+    assert happened == [
+        *("issued 0", "issued 1", "waited 1", "complete 0"),
+        *("issued 2", "waited 2", "complete 1", "waited 3", "complete 2"),
+    ]
 
 
 def test_queries_of_a_failed_batch_are_complete():

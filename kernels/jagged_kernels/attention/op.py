@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.autograd import refuse_derivative
+from ..common.autograd import refuse_derivative, refuse_twice
 from ..common.device import (
     contiguous_last_dim,
     device_properties,
@@ -400,9 +400,4 @@ refuse_derivative(
     triton_paged_attention,
     "jagged_attention is not differentiable with pages: gather the keys and values first",
 )
-for _op in triton_attention_backward, triton_attention_packed_backward:
-    refuse_derivative(
-        _op,
-        "jagged_attention is not differentiable twice: its backward kernels have no derivative of"
-        " their own",
-    )
+refuse_twice("jagged_attention", triton_attention_backward, triton_attention_packed_backward)

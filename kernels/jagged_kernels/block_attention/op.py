@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.autograd import differentiate_by, refuse_derivative
+from ..common.autograd import differentiate_by, refuse_twice
 from ..common.configs import KernelChoice
 from ..common.device import (
     contiguous_last_dim,
@@ -25,7 +25,7 @@ from ..common.device import (
     precision,
     row_and_head_strides,
 )
-from ..common.ops import direct, operator
+from ..common.ops import operator
 from ..common.tail import zero_tails
 from .configs import BlockAttentionConfig
 from .params import BlockAttentionParams, RotaryParams
@@ -93,26 +93,10 @@ def triton_block_attention_packed(qkv: Tensor, *options: Any) -> Tensor:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, params: BlockAttentionParams) -> Tensor:
     out = _fake(q)
-    if q.shape[0] and params.offsets.shape[0] > 1:
-        _launch_forward(q, k, v, out, params)
+    _launch("fwd", Forward(q, k, v, out), params)
     if params.clear_tail:
         zero_tails((out, params.offsets))
     return out
-
-
-def _launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, params: BlockAttentionParams
-) -> None:
-    choice = _select("fwd", q, k, v, params)
-    if choice.backend == "hopper":
-        from . import hopper  # Gluon is imported only on Hopper, which alone compiles these kernels
-
-        hopper.forward(q, k, v, out, params, choice.config)
-        return
-    num_tiles, grid = _grid(choice.config, q.shape[0], q.shape[1], params.offsets)
-    x = Forward(q, k, v, out)
-    arguments, constants = _arguments(x, num_tiles, choice.config, params)
-    block_attention_fwd_kernel[grid](*arguments, **constants)
 
 
 # -- backward --------------------------------------------------------------------------------------
@@ -132,7 +116,7 @@ def triton_block_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of the operands' shapes and dtype."""
     gradients, params = _backward_fake(do, q, k, v), _pack(*options)
-    _backward(do, q, k, v, *gradients, params)
+    _launch("bwd", Backward(contiguous_last_dim(do), q, k, v, *gradients), params)
     if params.clear_tail:
         zero_tails(*((x, params.offsets) for x in gradients))
     return gradients
@@ -146,39 +130,35 @@ def triton_block_attention_backward(
 def triton_block_attention_packed_backward(do: Tensor, qkv: Tensor, *options: Any) -> Tensor:
     """The gradient `[L, 3, H, D]` of qkv, in its dtype."""
     gradient, params = _fake(qkv), _pack(*options)
-    _backward(do, *qkv.unbind(1), *gradient.unbind(1), params)
+    x = Backward(contiguous_last_dim(do), *qkv.unbind(1), *gradient.unbind(1))
+    _launch("bwd", x, params)
     if params.clear_tail:
         zero_tails((gradient, params.offsets))
     return gradient
 
 
-def _backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    params: BlockAttentionParams,
-) -> None:
-    """Write dq, dk and dv."""
-    if q.shape[0] == 0 or params.offsets.shape[0] == 1:
-        return
-    do = contiguous_last_dim(do)
-    choice = _select("bwd", q, k, v, params)
-    if choice.backend == "hopper":
-        from . import hopper
-
-        hopper.backward(do, q, k, v, dq, dk, dv, params, choice.config)
-        return
-    num_tiles, grid = _grid(choice.config, q.shape[0], k.shape[1], params.offsets)
-    x = Backward(do, q, k, v, dq, dk, dv)
-    arguments, constants = _arguments(x, num_tiles, choice.config, params)
-    block_attention_bwd_kernel[grid](*arguments, **constants)
-
-
 # -- launches --------------------------------------------------------------------------------------
+
+
+def _launch(kernel: str, x: Forward | Backward, params: BlockAttentionParams) -> None:
+    """Write x's results. kernel: "fwd" or "bwd"."""
+    if x.q.shape[0] == 0 or params.offsets.shape[0] == 1:
+        return
+    choice = _select(kernel, x.q, x.k, x.v, params)
+    if choice.backend == "hopper":
+        from . import hopper  # Gluon is imported only on Hopper, which alone compiles these kernels
+
+        launch = hopper.forward if kernel == "fwd" else hopper.backward
+        launch(*x, params, choice.config)
+        return
+    num_heads, run = x.q.shape[1], block_attention_fwd_kernel
+    if kernel == "bwd":
+        num_heads, run = x.k.shape[1], block_attention_bwd_kernel
+    config = choice.config
+    num_tiles = x.q.shape[0] // config.block_m + params.offsets.shape[0] - 1  # from shapes alone
+    num_programs = device_properties(x.q.device).num_sms * config.ctas_per_sm
+    arguments, constants = _arguments(x, num_tiles, config, params)
+    run[(min(num_programs, num_tiles * num_heads),)](*arguments, **constants)
 
 
 def _select(
@@ -195,16 +175,6 @@ def _select(
         q.device.type, device_properties(q.device).capability, params.dropout_seed is not None,
     )  # fmt: skip
     return select_block_attention(kernel, problem, implementation)
-
-
-def _grid(
-    config: BlockAttentionConfig, num_rows: int, num_heads: int, offsets: Tensor
-) -> tuple[int, tuple[int]]:
-    """Number of tile indices, which follows from the shapes, and the grid."""
-    num_tiles = num_rows // config.block_m + offsets.shape[0] - 1
-    return num_tiles, (
-        min(device_properties(offsets.device).num_sms * config.ctas_per_sm, num_tiles * num_heads),
-    )
 
 
 def _arguments(
@@ -245,29 +215,13 @@ def _arguments(
 # -- autograd --------------------------------------------------------------------------------------
 
 
-def packed_forward(*arguments: Any) -> Tensor:
-    """`triton_block_attention_packed` inside a layer's autograd node, in less host time."""
-    op = triton_block_attention_packed
-    return direct(op, arguments, arguments[:1])(*arguments)
-
-
-def packed_backward(do: Tensor, *arguments: Any) -> Tensor:
-    """`triton_block_attention_packed_backward`, the same."""
-    op, inputs = triton_block_attention_packed_backward, (do, *arguments)
-    return direct(op, inputs, inputs[:2])(*inputs)
-
-
 def _differentiate(op, backward_op) -> None:
     def gradients(do, _, *arguments):
         found = backward_op(do, *arguments)
         return found if isinstance(found, tuple) else (found,)
 
     differentiate_by(op, gradients)
-    refuse_derivative(
-        backward_op,
-        "block_diagonal_attention is not differentiable twice: its backward kernel has no"
-        " derivative of its own",
-    )
+    refuse_twice("block_diagonal_attention", backward_op)
 
 
 _differentiate(triton_block_attention, triton_block_attention_backward)

@@ -97,6 +97,13 @@ def refuse_derivative(op: Callable, message: str) -> None:
     differentiate(op, lambda *inputs: Last.apply(inputs, *_tensors(inputs)))
 
 
+def refuse_twice(function: str, *backward_ops: Callable) -> None:
+    """`refuse_derivative` of the operators of a function's backward."""
+    message = f"{function} is not differentiable twice: its backward has no derivative of its own"
+    for op in backward_ops:
+        refuse_derivative(op, message)
+
+
 def _tensors(inputs: Any) -> list[Tensor]:
     """The tensors among the inputs, and in lists among them."""
     of_lists = (x for entry in inputs if isinstance(entry, list) for x in entry)

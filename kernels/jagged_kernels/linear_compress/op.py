@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..common.autograd import below_autograd, differentiate, refuse_derivative
+from ..common.autograd import below_autograd, differentiate, refuse_twice
 from ..common.configs import GemmConfig, KernelChoice
 from ..common.descriptors import descriptor
 from ..common.device import (
@@ -465,8 +465,4 @@ differentiate(
     triton_linear_compress,
     lambda *args: _LinearCompress.apply(len(args[0]), args[5:], None, *_flatten(args[:5])),
 )
-refuse_derivative(
-    triton_linear_compress_backward,
-    "linear_compress is not differentiable twice: its backward kernels have no derivative of their"
-    " own",
-)
+refuse_twice("linear_compress", triton_linear_compress_backward)

@@ -127,7 +127,7 @@ def outer(
 
 
 def symmetric(p: Tensor, offsets: Tensor, p_offsets: Tensor, rows: int) -> Tensor:
-    """p[b] + p[b]ᵀ."""
+    """p[b] + p[b]ᵀ; p and offsets as in `triton_jagged_gram`. rows: offsets[-1]."""
     p, segments = p.contiguous(), offsets.shape[0] - 1
     out = torch.empty_like(p)
     if p.numel():
@@ -141,7 +141,17 @@ def array(
     p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, rows: int,
     transposed: bool,
 ) -> Tensor:  # fmt: skip
-    """p[b] @ y[b], or p[b]ᵀ @ y[b]."""
+    """p[b] @ y[b]; if `transposed`, p[b]ᵀ @ y[b].
+
+    Args:
+        p: `[Σ N_b M_b]`, the matrices p[b] `[N_b, M_b]`, fp32, fp16 or bf16; offsets as in
+            `triton_jagged_outer`.
+        y: `[Ly, D]`; transposed: `[Lx, D]`.
+        rows: number of rows of the result: Lx; transposed: Ly.
+
+    Returns:
+        `[rows, D]`.
+    """
     p, y = p.contiguous(), contiguous_last_dim(y)
     columns, segments = y.shape[1], x_offsets.shape[0] - 1
     out = y.new_empty((rows, columns))

@@ -74,11 +74,10 @@ def triton_jagged_dense_bmm_dact(
     return dense(x, offsets, y, bias, activation, grad)
 
 
-def _jagged_fake(x, y, offsets, *chunking):
-    return x.new_empty((offsets.shape[0] - 1, x.shape[1], y.shape[1]))
-
-
-@operator("jagged_jagged_bmm", fake=_jagged_fake)
+@operator(
+    "jagged_jagged_bmm",
+    fake=lambda x, y, offsets, *_: x.new_empty((offsets.shape[0] - 1, x.shape[1], y.shape[1])),
+)
 def triton_jagged_jagged_bmm(
     x: Tensor,
     y: Tensor,
@@ -138,34 +137,12 @@ def triton_jagged_gram(x: Tensor, offsets: Tensor, p_offsets: Tensor, total: int
     return outer(contiguous_last_dim(x), None, offsets, offsets, p_offsets, total)
 
 
-@operator("jagged_symmetric", fake=lambda p, *_: torch.empty_like(p))
-def triton_jagged_symmetric(p: Tensor, offsets: Tensor, p_offsets: Tensor, rows: int) -> Tensor:
-    """p[b] + p[b]ᵀ; p and offsets as in `triton_jagged_gram`. rows: offsets[-1]."""
-    return symmetric(p, offsets, p_offsets, rows)
-
-
-@operator("array_jagged_bmm", fake=lambda p, y, *others: y.new_empty((others[3], y.shape[1])))
-def triton_array_jagged_bmm(
-    p: Tensor,
-    y: Tensor,
-    x_offsets: Tensor,
-    y_offsets: Tensor,
-    p_offsets: Tensor,
-    rows: int,
-    transposed: bool,
-) -> Tensor:
-    """out[b] = p[b] @ y[b]; if `transposed`, p[b]ᵀ @ y[b].
-
-    Args:
-        p: `[Σ N_b M_b]`, the matrices p[b] `[N_b, M_b]`, fp32, fp16 or bf16; offsets as in
-            `triton_jagged_outer`.
-        y: `[Ly, D]`; transposed: `[Lx, D]`.
-        rows: number of rows of the result: Lx; transposed: Ly.
-
-    Returns:
-        `[rows, D]`.
-    """
-    return array(p, y, x_offsets, y_offsets, p_offsets, rows, transposed)
+triton_jagged_symmetric = operator("jagged_symmetric", fake=lambda p, *_: torch.empty_like(p))(
+    symmetric
+)
+triton_array_jagged_bmm = operator(
+    "array_jagged_bmm", fake=lambda p, y, *others: y.new_empty((others[3], y.shape[1]))
+)(array)
 
 
 # -- autograd --------------------------------------------------------------------------------------
@@ -214,10 +191,6 @@ def _gram_gradients(grad, _, x, offsets, p_offsets, total):
     return (triton_array_jagged_bmm(both, x, offsets, offsets, p_offsets, x.shape[0], False),)
 
 
-def _symmetric_gradients(grad, _, *others):
-    return (triton_jagged_symmetric(grad, *others),)
-
-
 def _array_gradients(grad, wanted, p, y, x_offsets, y_offsets, p_offsets, rows, transposed):
     offsets, dp, dy = (x_offsets, y_offsets, p_offsets), None, None
     if wanted[0]:
@@ -238,5 +211,9 @@ differentiate_by(triton_jagged_jagged_bmm, _jagged_gradients)
 differentiate_by(triton_jagged_sum, _sum_gradients, lambda x, *others: (x.shape[0], *others))
 differentiate_by(triton_jagged_outer, _outer_gradients)
 differentiate_by(triton_jagged_gram, _gram_gradients)
-differentiate_by(triton_jagged_symmetric, _symmetric_gradients, lambda p, *others: others)
+differentiate_by(
+    triton_jagged_symmetric,
+    lambda grad, _, *others: (triton_jagged_symmetric(grad, *others),),
+    lambda p, *others: others,
+)
 differentiate_by(triton_array_jagged_bmm, _array_gradients)

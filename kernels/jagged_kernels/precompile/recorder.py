@@ -54,9 +54,7 @@ class Launch:
 
 
 @contextlib.contextmanager
-def recorded_launches(
-    capability: tuple[int, int] = (9, 0), num_sms: int = 132
-) -> Iterator[list[Launch]]:
+def recorded_launches(capability: tuple[int, int] = (9, 0)) -> Iterator[list[Launch]]:
     """A list that grows by every launch made inside the context."""
     # one index per capability: the library caches device properties
     device = torch.device("cuda", 10 * capability[0] + capability[1])
@@ -69,7 +67,7 @@ def recorded_launches(
             for x in results:
                 x.zero_()
 
-    with _reported_gpu(device, capability, num_sms), _made_on_the_host(), _no_products():
+    with _reported_gpu(device, capability), _made_on_the_host(), _no_products():
         with (
             mock.patch.object(JITFunction, "run", run),
             mock.patch.object(
@@ -130,9 +128,9 @@ class _Recorder:
 
 
 @contextlib.contextmanager
-def _reported_gpu(device: torch.device, capability: tuple[int, int], num_sms: int):
+def _reported_gpu(device: torch.device, capability: tuple[int, int]):
     """Tensors of the host report the device, and torch reports a GPU."""
-    properties = SimpleNamespace(multi_processor_count=num_sms, total_memory=80 * 2**30)
+    properties = SimpleNamespace(multi_processor_count=132, total_memory=80 * 2**30)
     of_tensors = dict(
         device=property(lambda x: device),
         is_cuda=property(lambda x: True),

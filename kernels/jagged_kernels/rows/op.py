@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.autograd import below_autograd, differentiate, refuse_derivative
+from ..common.autograd import below_autograd, differentiate, refuse_derivative, refuse_twice
 from ..common.device import cdiv, contiguous_last_dim, device_properties, row_strides, zeroed_behind
 from ..common.ops import operator
 from ..common.tail import kept_rows
@@ -419,12 +419,5 @@ differentiate(triton_row_norm, _RowNorm.apply)
 refuse_derivative(
     triton_gate, "the gate's operator has no derivative of its own: its caller has one"
 )
-for _name, _backward in (
-    ("row_norm", triton_row_norm_backward),
-    ("row_norm", triton_row_norm_packed_backward),
-    ("gate", triton_gate_linear_backward),
-):
-    refuse_derivative(
-        _backward,
-        f"{_name} is not differentiable twice: its backward kernel has no derivative of its own",
-    )
+refuse_twice("row_norm", triton_row_norm_backward, triton_row_norm_packed_backward)
+refuse_twice("gate", triton_gate_linear_backward)

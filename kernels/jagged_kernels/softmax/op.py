@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common.autograd import differentiate_by_result, refuse_derivative
+from ..common.autograd import differentiate_by_result, refuse_twice
 from ..common.device import cdiv, chunk_shift, contiguous_last_dim, row_strides
 from ..common.ops import operator
 from ..common.tail import zero_tails
@@ -43,31 +43,19 @@ def triton_jagged_softmax(
     Returns:
         `[L, H]`.
     """
-    return _jagged_softmax(x, None, offsets, max_seqlen, batch_invariant, clear_tail)
+    return _jagged_softmax(None, x, offsets, max_seqlen, batch_invariant, clear_tail)
 
 
-@operator("jagged_softmax_backward", fake=lambda grad, out, *_: out.new_empty(out.shape))
-def triton_jagged_softmax_backward(
-    grad: Tensor,
-    out: Tensor,
+def _jagged_softmax(
+    grad: Tensor | None,
+    x: Tensor,
     offsets: Tensor,
     max_seqlen: int | None = None,
     batch_invariant: bool = False,
     clear_tail: bool = True,
 ) -> Tensor:
-    """Gradient `[L, H]` of the input, given that of the result and the result."""
-    return _jagged_softmax(out, grad, offsets, max_seqlen, batch_invariant, clear_tail)
-
-
-def _jagged_softmax(
-    x: Tensor,
-    grad: Tensor | None,
-    offsets: Tensor,
-    max_seqlen: int | None,
-    batch_invariant: bool,
-    clear_tail: bool,
-) -> Tensor:
-    """The forward of x. With grad: the backward, where x is the forward's result."""
+    """The forward of x. With the gradient of the result: the gradient of the input, where x is the
+    forward's result."""
     x, grad = contiguous_last_dim(x), None if grad is None else contiguous_last_dim(grad)
     (rows, columns), segments = x.shape, offsets.shape[0] - 1
     out = x.new_empty((rows, columns))
@@ -90,6 +78,14 @@ def _jagged_softmax(
     return out
 
 
+triton_jagged_softmax_backward = operator(
+    "jagged_softmax_backward",
+    lambda grad, out, *_: out.new_empty(out.shape),
+    "(Tensor grad, Tensor out, Tensor offsets, SymInt? max_seqlen=None, bool batch_invariant=False,"
+    " bool clear_tail=True) -> Tensor",
+)(_jagged_softmax)
+
+
 @operator("jagged2_softmax", fake=lambda p, *_: p.new_empty(p.shape))
 def triton_jagged2_softmax(
     p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, lines: int, columns: bool
@@ -106,26 +102,12 @@ def triton_jagged2_softmax(
     Returns:
         `[Σ N_b M_b]`.
     """
-    return _jagged2_softmax(p, None, x_offsets, y_offsets, p_offsets, lines, columns)
-
-
-@operator("jagged2_softmax_backward", fake=lambda grad, out, *_: out.new_empty(out.shape))
-def triton_jagged2_softmax_backward(
-    grad: Tensor,
-    out: Tensor,
-    x_offsets: Tensor,
-    y_offsets: Tensor,
-    p_offsets: Tensor,
-    lines: int,
-    columns: bool,
-) -> Tensor:
-    """Gradient of p, given that of the result and the result, `[Σ N_b M_b]` each."""
-    return _jagged2_softmax(out, grad, x_offsets, y_offsets, p_offsets, lines, columns)
+    return _jagged2_softmax(None, p, x_offsets, y_offsets, p_offsets, lines, columns)
 
 
 def _jagged2_softmax(
-    p: Tensor,
     grad: Tensor | None,
+    p: Tensor,
     x_offsets: Tensor,
     y_offsets: Tensor,
     p_offsets: Tensor,
@@ -146,15 +128,17 @@ def _jagged2_softmax(
     return out
 
 
+triton_jagged2_softmax_backward = operator(
+    "jagged2_softmax_backward",
+    lambda grad, out, *_: out.new_empty(out.shape),
+    "(Tensor grad, Tensor out, Tensor x_offsets, Tensor y_offsets, Tensor p_offsets, SymInt lines,"
+    " bool columns) -> Tensor",
+)(_jagged2_softmax)
+
 # -- autograd --------------------------------------------------------------------------------------
 
 
-for _name, _op, _backward, _num_offsets in (
-    ("jagged_softmax", triton_jagged_softmax, triton_jagged_softmax_backward, 1),
-    ("jagged2_softmax", triton_jagged2_softmax, triton_jagged2_softmax_backward, 3),
-):
-    differentiate_by_result(_op, _backward, _num_offsets)
-    refuse_derivative(
-        _backward,
-        f"{_name} is not differentiable twice: its backward kernel has no derivative of its own",
-    )
+differentiate_by_result(triton_jagged_softmax, triton_jagged_softmax_backward, 1)
+refuse_twice("jagged_softmax", triton_jagged_softmax_backward)
+differentiate_by_result(triton_jagged2_softmax, triton_jagged2_softmax_backward, 3)
+refuse_twice("jagged2_softmax", triton_jagged2_softmax_backward)

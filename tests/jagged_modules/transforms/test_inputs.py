@@ -406,6 +406,7 @@ CONDITIONS = [
     lambda rows: rows % 3 == 2,
     lambda rows: rows > 20,
     lambda rows: rows != 7,
+    lambda rows: rows <= 65535,
 ]
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 import jagged_modules as jm
 from jagged_modules.transforms import fuse
-from jagged_modules.transforms.capture import Example
+from jagged_modules.transforms.capture import BATCH_NORM, Example
 
 from .captured import capture
 
@@ -159,3 +159,22 @@ def test_fused_and_exported(name):
         assert operators == OPERATORS[name]
     else:
         assert "attention" in operators
+
+
+class Normed(nn.Module):
+    """A batch norm of the events."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(50)
+
+    def forward(self, history, mask, item):
+        return self.norm(history * item[:, None])
+
+
+def test_batch_norm_of_events():
+    """torch compares the batch with cuDNN's limits. The graph has the operator of all sizes."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"), torch.no_grad():
+        example = padded(CANDIDATES, CANDIDATES)
+        graph = capture(Normed().eval(), (), example, None, ("history", "mask")).graph
+    assert graph.find_nodes(op="call_function", target=BATCH_NORM)
