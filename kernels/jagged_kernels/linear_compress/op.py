@@ -129,16 +129,8 @@ def _shared_gemm(
     with aligned rows."""
     (batch, _, n), m, device = embedding.shape, weight.shape[0], embedding.device
     num_tiles = batch * cdiv(m, 128) * cdiv(n, 256)
-    if (
-        select_shared_gemm(
-            num_tiles,
-            embedding.dtype,
-            device.type,
-            device_properties(device).num_sms,
-            batch_invariant,
-        )  # fmt: skip
-        == "triton"
-    ):
+    gpu = device.type, device_properties(device).num_sms
+    if select_shared_gemm(num_tiles, embedding.dtype, *gpu, batch_invariant) == "triton":
         return _gemm(weight, embedding, (), (), torch.float32, config)
     return _cublas_gemm(weight, embedding, torch.float32)
 
@@ -436,13 +428,8 @@ class _LinearCompress(torch.autograd.Function):
 
 def _unflatten(levels: int, tensors: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
     """Weights, embeddings, indices, orders, offsets."""
-    sizes = [levels, levels, *[levels - 1] * 3]
-    ends = [sum(sizes[: i + 1]) for i in range(5)]
-    return [list(tensors[end - size : end]) for size, end in zip(sizes, ends)]
-
-
-def _flatten(lists: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-    return [x for tensors in lists for x in tensors]
+    left = iter(tensors)
+    return [list(itertools.islice(left, x)) for x in (levels, levels, *[levels - 1] * 3)]
 
 
 def linear_compress(
@@ -452,17 +439,17 @@ def linear_compress(
     less host time. A graph of torch.compile has the casts, which it fuses with what is before."""
     casts = any(x.dtype != dtype for x in (*weights, *embeddings))
     if casts and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        tensors = _flatten((weights, embeddings, *others[:3]))
+        tensors = itertools.chain(weights, embeddings, *others[:3])
         return _LinearCompress.apply(len(weights), others[3:], dtype, *tensors)
     weights, embeddings = ([x.to(dtype) for x in level] for level in (weights, embeddings))
     args = weights, embeddings, *others
     if torch.is_grad_enabled():
         return triton_linear_compress(*args)
-    return direct(triton_linear_compress, args, _flatten(args[:5]))(*args)
+    return direct(triton_linear_compress, args, [*itertools.chain(*args[:5])])(*args)
 
 
 differentiate(
     triton_linear_compress,
-    lambda *args: _LinearCompress.apply(len(args[0]), args[5:], None, *_flatten(args[:5])),
+    lambda *args: _LinearCompress.apply(len(args[0]), args[5:], None, *itertools.chain(*args[:5])),
 )
 refuse_twice("linear_compress", triton_linear_compress_backward)

@@ -85,7 +85,7 @@ CASES = {  # the functions that the fused graph calls
         test_models_dtypes.CASES["attention, operator"],
         {"group_candidates", "attend_in_place"},
     ),
-    "compress": (test_models_dtypes.Case(Compress, features, ("user",)), {"compress"}),
+    "compress": (test_models_dtypes.Case(Compress, features, ("user",)), set()),
     "din": (
         test_models_dtypes.Case(lambda: DIN(80, 40), padded, ("history", "mask")),
         {"group_candidates", "attend_by_mlp_in_place"},
