@@ -44,13 +44,13 @@ from ..common.pipeline import (
 )
 from ..common.ptxas import safe_ptxas
 from .configs import HOPPER_STAGES
-from .mlp import has_table
+from .mlp import has_table, packed_fma
 from .walk import AHEAD, end_of, find_seen, find_tile, find_tile_ahead, num_missing, without_tile
 
 BLOCK = gl.constexpr(64)  # events of a tile
 STAGES = gl.constexpr(HOPPER_STAGES)
 COPIES = gl.constexpr(8)  # columns of p
-WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+STARTS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [4, 1, 3, 0, 2]))  # of `_make_starts`
 
 
 class Buffers(NamedTuple):
@@ -102,70 +102,90 @@ def _find_seen(row, num_rows, num_segments, users, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _columns(LAYER: gl.constexpr, i: gl.constexpr, OPTIONS: gl.constexpr):
-    """The units of a piece, as columns of z, and which of them there are."""
-    L: gl.constexpr = mma_layout(BLOCK, OPTIONS.pieces[LAYER][i][1])
-    columns = OPTIONS.pieces[LAYER][i][0] + gl.arange(
-        0, OPTIONS.pieces[LAYER][i][1], layout=gl.SliceLayout(0, L)
-    )
-    return columns, columns < OPTIONS.hidden[LAYER]
-
-
-@gluon.jit
 def _load_pieces(ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
-    """The pieces of a vector of a layer's units, in fp32."""
+    """The pieces of a vector of a layer's units, in fp32. A thread has at most one unit of each."""
     pieces = ()
     for i in gl.static_range(len(OPTIONS.pieces[LAYER])):
-        columns, there = _columns(LAYER, i, OPTIONS)
+        columns = OPTIONS.pieces[LAYER][i][0] + gl.arange(
+            0, OPTIONS.pieces[LAYER][i][1], layout=gl.BlockedLayout([1], [32], [4], [0])
+        )
+        there = columns < OPTIONS.hidden[LAYER]
         pieces = pieces + (gl.load(ptr + columns, mask=there, other=0.0).to(gl.float32),)
     return pieces
 
 
 @gluon.jit
-def _make_vectors(LAYER: gl.constexpr, OPTIONS: gl.constexpr):
-    """Shared memory for the pieces of a vector of a layer's units."""
+def _make_starts(LAYER: gl.constexpr, OPTIONS: gl.constexpr):
+    """Shared memory for what `_store_starts` stores."""
     pieces = ()
     for i in gl.static_range(len(OPTIONS.pieces[LAYER])):
-        piece = gl.allocate_shared_memory(gl.float32, [OPTIONS.pieces[LAYER][i][1]], WORDS)
+        piece = gl.allocate_shared_memory(
+            gl.float32, [1, 2, 1, OPTIONS.pieces[LAYER][i][1] // 2, 2], STARTS
+        )
         pieces = pieces + (piece,)
     return pieces
 
 
 @gluon.jit
-def _store_vectors(buffers, pieces):
+def _store_starts(buffers, pieces):
+    """Store each pair of units twice. In a pair of rows of an accumulator, a thread has the same
+    units: it loads both rows at once."""
     for i in gl.static_range(len(pieces)):
-        buffers[i].store(pieces[i])
+        x = pieces[i].reshape([1, 1, 1, pieces[i].shape[0] // 2, 2])
+        buffers[i].store(x.broadcast_to([1, 2, 1, pieces[i].shape[0] // 2, 2]))
+
+
+@gluon.constexpr_function
+def _in_order(rank):
+    """A layout of shared memory, the last index first."""
+    return gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1])
 
 
 @gluon.jit
-def _make_table(ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
-    """What a layer's activation needs of its table, in shared memory: PReLU's slopes; c0, c1, scale
-    and shift of Dice, h = z (c0 + c1 tanh(scale z + shift))."""
+def _make_shared(x):
+    """x in shared memory."""
+    buffer = gl.allocate_shared_memory(x.dtype, x.shape, _in_order(len(x.shape)))
+    buffer.store(x)
+    return buffer
+
+
+@gluon.jit
+def _make_weight(ptr, OPTIONS: gl.constexpr):
+    """The pieces of w in shared memory."""
+    buffers, pieces = (), _load_pieces(ptr, 1, OPTIONS)
+    for i in gl.static_range(len(pieces)):
+        buffers = buffers + (_make_shared(pieces[i]),)
+    return buffers
+
+
+@gluon.jit
+def _make_table(ptr, w_ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
+    """What a layer's activation needs of its table, in shared memory: (slope - 1) / 2 of PReLU; c0,
+    c1, scale and shift of Dice, h = z (c0 + c1 tanh(scale z + shift)), side by side. c0 and c1 of
+    the last layer have the factor w."""
     UNITS: gl.constexpr = OPTIONS.hidden[LAYER]
-    rows = ()
+    rows, buffers = (), ()
     for row in gl.static_range(5 if OPTIONS.units == "dice" else 1):
         rows = rows + (_load_pieces(ptr + row * UNITS, LAYER, OPTIONS),)
-    vectors = (_make_vectors(LAYER, OPTIONS),)
-    if OPTIONS.units == "dice":
-        slope, mean, rstd, weight, bias = rows
-        for _ in gl.static_range(3):
-            vectors = vectors + (_make_vectors(LAYER, OPTIONS),)
-        for i in gl.static_range(len(slope)):
-            scale = 0.5 * weight[i] * rstd[i]
-            vectors[0][i].store(0.5 + 0.5 * slope[i])
-            vectors[1][i].store(0.5 - 0.5 * slope[i])
-            vectors[2][i].store(scale)
-            vectors[3][i].store(0.5 * bias[i] - mean[i] * scale)
-    else:
-        _store_vectors(vectors[0], rows[0])
-    return vectors
+    w = _load_pieces(w_ptr, 1, OPTIONS)
+    for i in gl.static_range(len(rows[0])):
+        numbers = 0.5 * rows[0][i] - 0.5
+        if OPTIONS.units == "dice":
+            c0, c1 = 0.5 + 0.5 * rows[0][i], -numbers
+            if LAYER == 1:
+                c0, c1 = c0 * w[i], c1 * w[i]
+            scale = 0.5 * rows[3][i] * rows[2][i]
+            shift = 0.5 * rows[4][i] - rows[1][i] * scale
+            numbers = gl.join(gl.join(c0, c1), gl.join(scale, shift))
+        buffers = buffers + (_make_shared(numbers),)
+    return buffers
 
 
 @gluon.jit
-def _make_tables(tables, OPTIONS: gl.constexpr):
+def _make_tables(tables, w_ptr, OPTIONS: gl.constexpr):
     """_make_table of both layers."""
     if has_table(OPTIONS.units):
-        return _make_table(tables[0], 0, OPTIONS), _make_table(tables[1], 1, OPTIONS)
+        return _make_table(tables[0], w_ptr, 0, OPTIONS), _make_table(tables[1], w_ptr, 1, OPTIONS)
     else:
         return ()
 
@@ -219,16 +239,16 @@ def _store_first(buffers, q_ptr, of_k_ptr, products_ptr, OPTIONS: gl.constexpr):
     L: gl.constexpr = vector_layout(WIDTH)
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
     inside = column < OPTIONS.width
-    q = gl.load(q_ptr + column, mask=inside, other=0.0).to(gl.float32)
+    q = gl.load(q_ptr + column, mask=inside, other=0.0)
     for i in gl.static_range(len(OPTIONS.pieces[0])):
         rows = OPTIONS.pieces[0][i][0] + gl.arange(
             0, OPTIONS.pieces[0][i][1], layout=gl.SliceLayout(1, L)
         )
         mask = (rows < OPTIONS.hidden[0])[:, None] & inside[None, :]
         offsets = rows[:, None] * OPTIONS.width + column[None, :]
-        of_k = gl.load(of_k_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
-        products = gl.load(products_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
-        buffers.first[i].store((of_k + products * q[None, :]).to(buffers.k.dtype))
+        of_k = gl.load(of_k_ptr + offsets, mask=mask, other=0.0)
+        products = gl.load(products_ptr + offsets, mask=mask, other=0.0)
+        buffers.first[i].store(packed_fma(products, q[None, :], of_k))
 
 
 @gluon.jit
@@ -238,9 +258,13 @@ def _of_columns(vector, z):
 
 
 @gluon.jit
-def _plus(z, vector):
-    """z plus a vector in shared memory."""
-    return z + _of_columns(vector, z)
+def _start(vector):
+    """A vector of `_store_starts` in each row [64, n] of an accumulator."""
+    N: gl.constexpr = vector.shape[3] * 2
+    rows = gl.zeros([BLOCK, N], gl.float32, mma_layout(BLOCK, N))
+    L: gl.constexpr = rows.reshape([4, 2, 8, N // 2, 2]).type.layout
+    found = vector.load(L).broadcast_to([4, 2, 8, N // 2, 2]).reshape([BLOCK, N])
+    return gl.convert_layout(found, mma_layout(BLOCK, N), assert_trivial=True)
 
 
 @gluon.jit
@@ -253,12 +277,26 @@ def _relu16(z):
 
 
 @gluon.jit
-def _prelu(z, slope):
-    """PReLU of z. The compiler makes three instructions of a selection, here it is two."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.f32 p, $1, 0f00000000; mov.f32 $0, $1; @!p mul.f32 $0, $1, $2; }",
-        "=&f,f,f", [z, slope], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+def _row(x, z):
+    """x as a row [1, n] beside z."""
+    return gl.convert_layout(x, gl.SliceLayout(0, z.type.layout), assert_trivial=True)[None, :]
+
+
+@gluon.jit
+def _prelu(z, table):
+    """PReLU of z, with an error below 2^-24 |z|: cheaper than a selection."""
+    return z + _of_columns(table, z) * (z - gl.abs(z))
+
+
+@gluon.jit
+def _dice(z, table):
+    """Dice of z."""
+    row = gl.zeros([z.shape[1]], gl.float32, gl.SliceLayout(0, z.type.layout))
+    pair = gl.join(row, row)  # loaded in its layout, 16 bytes are two units' two numbers
+    factors, argument = gl.split(table.load(gl.join(pair, pair).type.layout))
+    c0, c1 = gl.split(factors)
+    scale, shift = gl.split(argument)
+    return z * (_row(c0, z) + _row(c1, z) * _fast_tanh(z * _row(scale, z) + _row(shift, z)))
 
 
 @gluon.jit
@@ -266,14 +304,10 @@ def _activate(z, buffers, LAYER: gl.constexpr, i: gl.constexpr, ACTIVATION, OPTI
     """h of a piece of a layer."""
     if not has_table(OPTIONS.units):
         return ACTIVATION(z, 1.0)[0] * OPTIONS.factors[0]
+    elif OPTIONS.units == "prelu":
+        return _prelu(z, buffers.tables[LAYER][i])
     else:
-        vectors = buffers.tables[LAYER]
-        first = _of_columns(vectors[0][i], z)
-        if OPTIONS.units == "prelu":
-            return _prelu(z, first)
-        else:
-            t = _plus(z * _of_columns(vectors[2][i], z), vectors[3][i])
-            return z * (first + _of_columns(vectors[1][i], z) * _fast_tanh(t))
+        return _dice(z, buffers.tables[LAYER][i])
 
 
 @gluon.jit
@@ -313,7 +347,7 @@ def _start_first(buffers, step, num_rows):
         zero_rows(buffers.k.index(stage), num_rows, 0, 1)
     z = ()
     for i in gl.static_range(len(buffers.first)):
-        z = z + (mma_abt(buffers.k.index(stage), buffers.first[i]),)
+        z = z + (mma_abt(buffers.k.index(stage), buffers.first[i], _start(buffers.a[i])),)
     return z
 
 
@@ -322,7 +356,7 @@ def _start_second(h, buffers, j: gl.constexpr, DTYPE: gl.constexpr, OPTIONS: gl.
     """Start z2 of a piece, and its operands in registers."""
     N: gl.constexpr = OPTIONS.pieces[1][j][1]
     operands = (to_mma_operand(h[0], DTYPE, N),)
-    z = mma_abt(operands[0], buffers.second[0][j])
+    z = mma_abt(operands[0], buffers.second[0][j], _start(buffers.bias[j]))
     for i in gl.static_range(1, len(h)):
         operands = operands + (to_mma_operand(h[i], DTYPE, N),)
         z = mma_abt(operands[i], buffers.second[i][j], z)
@@ -342,9 +376,9 @@ def _tile(
     h = ()
     for i in gl.static_range(FIRST):
         if OPTIONS.units == "relu":
-            piece = _relu16(_plus(z[i], buffers.a[i]))
+            piece = _relu16(z[i])
         else:
-            piece = _activate(_plus(z[i], buffers.a[i]), buffers, 0, i, ACTIVATION, OPTIONS)
+            piece = _activate(z[i], buffers, 0, i, ACTIVATION, OPTIONS)
         h = h + (piece,)
     z2, operands = (), ()
     for j in gl.static_range(SECOND):
@@ -359,8 +393,10 @@ def _tile(
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
     p = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, L)) + last_bias
     for j in gl.static_range(SECOND):
-        h2 = _activate(_plus(found[j], buffers.bias[j]), buffers, 1, j, ACTIVATION, OPTIONS)
-        s = gl.sum(h2 * _of_columns(buffers.weight[j], h2), 1)
+        h2 = _activate(found[j], buffers, 1, j, ACTIVATION, OPTIONS)
+        if OPTIONS.units != "dice":  # its factors contain w
+            h2 *= _of_columns(buffers.weight[j], h2)
+        s = gl.sum(h2, 1)
         p += gl.convert_layout(s, gl.SliceLayout(1, L), assert_trivial=True)
     acc, largest, total = sums
     if OPTIONS.softmax:
@@ -401,13 +437,12 @@ def din_fwd_hopper_kernel(
         _make_first(DTYPE, WIDTH, OPTIONS),
         _make_second(weights[1], OPTIONS),
         gl.allocate_shared_memory(DTYPE, [2, COPIES, BLOCK], P),
-        _make_vectors(0, OPTIONS),
-        _make_vectors(1, OPTIONS),
-        _make_vectors(1, OPTIONS),
-        _make_tables(tables, OPTIONS),
+        _make_starts(0, OPTIONS),
+        _make_starts(1, OPTIONS),
+        _make_weight(weights[2], OPTIONS),
+        _make_tables(tables, weights[2], OPTIONS),
     )
-    _store_vectors(buffers.bias, _load_pieces(biases[0], 1, OPTIONS))
-    _store_vectors(buffers.weight, _load_pieces(weights[2], 1, OPTIONS))
+    _store_starts(buffers.bias, _load_pieces(biases[0], 1, OPTIONS))
     last_bias = gl.load(biases[1]).to(gl.float32)
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
     columns = gl.arange(0, COPIES, layout=gl.SliceLayout(0, L))[None, :]
@@ -430,7 +465,7 @@ def din_fwd_hopper_kernel(
             q_ptr = operands.q + row * (strides[0] * OPTIONS.align)
             _store_first(buffers, q_ptr, operands.of_k, weights[0], OPTIONS)
             a_ptr = operands.a + row * (strides[2] * OPTIONS.align)
-            _store_vectors(buffers.a, _load_pieces(a_ptr, 0, OPTIONS))
+            _store_starts(buffers.a, _load_pieces(a_ptr, 0, OPTIONS))
             fence_async_shared()
             thread_barrier()
             z = _wait(_start_first(buffers, step, find_tile(seen, 0)[1]), 0)
