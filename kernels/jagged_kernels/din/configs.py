@@ -77,7 +77,7 @@ def hopper_config(width: int, hidden: tuple[int, ...]) -> DINConfig:
     once on an SM, which hide one another's waits, but larger accumulators would not fit; with more,
     two do."""
     four = width <= 64 and hidden[0] <= 80 and hidden[1] <= 40
-    return DINConfig(64, 4, 4, 48, 128 if four else None)
+    return DINConfig(64, 4, 4, 32, 128 if four else None)
 
 
 HOPPER_STAGES = 4  # tiles of events in shared memory

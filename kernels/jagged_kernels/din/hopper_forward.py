@@ -50,7 +50,7 @@ from .walk import AHEAD, end_of, find_seen, find_tile, find_tile_ahead, num_miss
 BLOCK = gl.constexpr(64)  # events of a tile
 STAGES = gl.constexpr(HOPPER_STAGES)
 COPIES = gl.constexpr(8)  # columns of p
-STARTS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [4, 1, 3, 0, 2]))  # of `_make_starts`
+WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 class Buffers(NamedTuple):
@@ -115,24 +115,19 @@ def _load_pieces(ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _make_starts(LAYER: gl.constexpr, OPTIONS: gl.constexpr):
-    """Shared memory for what `_store_starts` stores."""
+def _make_vectors(LAYER: gl.constexpr, OPTIONS: gl.constexpr):
+    """Shared memory for the pieces of a vector of a layer's units."""
     pieces = ()
     for i in gl.static_range(len(OPTIONS.pieces[LAYER])):
-        piece = gl.allocate_shared_memory(
-            gl.float32, [1, 2, 1, OPTIONS.pieces[LAYER][i][1] // 2, 2], STARTS
-        )
+        piece = gl.allocate_shared_memory(gl.float32, [OPTIONS.pieces[LAYER][i][1]], WORDS)
         pieces = pieces + (piece,)
     return pieces
 
 
 @gluon.jit
-def _store_starts(buffers, pieces):
-    """Store each pair of units twice. In a pair of rows of an accumulator, a thread has the same
-    units: it loads both rows at once."""
+def _store_vectors(buffers, pieces):
     for i in gl.static_range(len(pieces)):
-        x = pieces[i].reshape([1, 1, 1, pieces[i].shape[0] // 2, 2])
-        buffers[i].store(x.broadcast_to([1, 2, 1, pieces[i].shape[0] // 2, 2]))
+        buffers[i].store(pieces[i])
 
 
 @gluon.constexpr_function
@@ -150,15 +145,6 @@ def _make_shared(x):
 
 
 @gluon.jit
-def _make_weight(ptr, OPTIONS: gl.constexpr):
-    """The pieces of w in shared memory."""
-    buffers, pieces = (), _load_pieces(ptr, 1, OPTIONS)
-    for i in gl.static_range(len(pieces)):
-        buffers = buffers + (_make_shared(pieces[i]),)
-    return buffers
-
-
-@gluon.jit
 def _make_table(ptr, w_ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
     """What a layer's activation needs of its table, in shared memory: (slope - 1) / 2 of PReLU; c0,
     c1, scale and shift of Dice, h = z (c0 + c1 tanh(scale z + shift)), side by side. c0 and c1 of
@@ -169,9 +155,9 @@ def _make_table(ptr, w_ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
         rows = rows + (_load_pieces(ptr + row * UNITS, LAYER, OPTIONS),)
     w = _load_pieces(w_ptr, 1, OPTIONS)
     for i in gl.static_range(len(rows[0])):
-        numbers = 0.5 * rows[0][i] - 0.5
+        numbers = rows[0][i] - 1.0
         if OPTIONS.units == "dice":
-            c0, c1 = 0.5 + 0.5 * rows[0][i], -numbers
+            c0, c1 = 0.5 + 0.5 * rows[0][i], -0.5 * numbers
             if LAYER == 1:
                 c0, c1 = c0 * w[i], c1 * w[i]
             scale = 0.5 * rows[3][i] * rows[2][i]
@@ -258,13 +244,9 @@ def _of_columns(vector, z):
 
 
 @gluon.jit
-def _start(vector):
-    """A vector of `_store_starts` in each row [64, n] of an accumulator."""
-    N: gl.constexpr = vector.shape[3] * 2
-    rows = gl.zeros([BLOCK, N], gl.float32, mma_layout(BLOCK, N))
-    L: gl.constexpr = rows.reshape([4, 2, 8, N // 2, 2]).type.layout
-    found = vector.load(L).broadcast_to([4, 2, 8, N // 2, 2]).reshape([BLOCK, N])
-    return gl.convert_layout(found, mma_layout(BLOCK, N), assert_trivial=True)
+def _plus(z, vector):
+    """z plus a vector in shared memory."""
+    return z + _of_columns(vector, z)
 
 
 @gluon.jit
@@ -285,7 +267,7 @@ def _row(x, z):
 @gluon.jit
 def _prelu(z, table):
     """PReLU of z, with an error below 2^-24 |z|: cheaper than a selection."""
-    return z + _of_columns(table, z) * (z - gl.abs(z))
+    return z + _of_columns(table, z) * gl.minimum(z, 0.0)
 
 
 @gluon.jit
@@ -347,7 +329,7 @@ def _start_first(buffers, step, num_rows):
         zero_rows(buffers.k.index(stage), num_rows, 0, 1)
     z = ()
     for i in gl.static_range(len(buffers.first)):
-        z = z + (mma_abt(buffers.k.index(stage), buffers.first[i], _start(buffers.a[i])),)
+        z = z + (mma_abt(buffers.k.index(stage), buffers.first[i]),)
     return z
 
 
@@ -356,7 +338,7 @@ def _start_second(h, buffers, j: gl.constexpr, DTYPE: gl.constexpr, OPTIONS: gl.
     """Start z2 of a piece, and its operands in registers."""
     N: gl.constexpr = OPTIONS.pieces[1][j][1]
     operands = (to_mma_operand(h[0], DTYPE, N),)
-    z = mma_abt(operands[0], buffers.second[0][j], _start(buffers.bias[j]))
+    z = mma_abt(operands[0], buffers.second[0][j])
     for i in gl.static_range(1, len(h)):
         operands = operands + (to_mma_operand(h[i], DTYPE, N),)
         z = mma_abt(operands[i], buffers.second[i][j], z)
@@ -376,9 +358,9 @@ def _tile(
     h = ()
     for i in gl.static_range(FIRST):
         if OPTIONS.units == "relu":
-            piece = _relu16(z[i])
+            piece = _relu16(_plus(z[i], buffers.a[i]))
         else:
-            piece = _activate(z[i], buffers, 0, i, ACTIVATION, OPTIONS)
+            piece = _activate(_plus(z[i], buffers.a[i]), buffers, 0, i, ACTIVATION, OPTIONS)
         h = h + (piece,)
     z2, operands = (), ()
     for j in gl.static_range(SECOND):
@@ -393,7 +375,7 @@ def _tile(
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
     p = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, L)) + last_bias
     for j in gl.static_range(SECOND):
-        h2 = _activate(found[j], buffers, 1, j, ACTIVATION, OPTIONS)
+        h2 = _activate(_plus(found[j], buffers.bias[j]), buffers, 1, j, ACTIVATION, OPTIONS)
         if OPTIONS.units != "dice":  # its factors contain w
             h2 *= _of_columns(buffers.weight[j], h2)
         s = gl.sum(h2, 1)
@@ -437,12 +419,13 @@ def din_fwd_hopper_kernel(
         _make_first(DTYPE, WIDTH, OPTIONS),
         _make_second(weights[1], OPTIONS),
         gl.allocate_shared_memory(DTYPE, [2, COPIES, BLOCK], P),
-        _make_starts(0, OPTIONS),
-        _make_starts(1, OPTIONS),
-        _make_weight(weights[2], OPTIONS),
+        _make_vectors(0, OPTIONS),
+        _make_vectors(1, OPTIONS),
+        _make_vectors(1, OPTIONS),
         _make_tables(tables, weights[2], OPTIONS),
     )
-    _store_starts(buffers.bias, _load_pieces(biases[0], 1, OPTIONS))
+    _store_vectors(buffers.bias, _load_pieces(biases[0], 1, OPTIONS))
+    _store_vectors(buffers.weight, _load_pieces(weights[2], 1, OPTIONS))
     last_bias = gl.load(biases[1]).to(gl.float32)
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
     columns = gl.arange(0, COPIES, layout=gl.SliceLayout(0, L))[None, :]
@@ -465,7 +448,7 @@ def din_fwd_hopper_kernel(
             q_ptr = operands.q + row * (strides[0] * OPTIONS.align)
             _store_first(buffers, q_ptr, operands.of_k, weights[0], OPTIONS)
             a_ptr = operands.a + row * (strides[2] * OPTIONS.align)
-            _store_starts(buffers.a, _load_pieces(a_ptr, 0, OPTIONS))
+            _store_vectors(buffers.a, _load_pieces(a_ptr, 0, OPTIONS))
             fence_async_shared()
             thread_barrier()
             z = _wait(_start_first(buffers, step, find_tile(seen, 0)[1]), 0)
