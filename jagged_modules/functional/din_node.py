@@ -108,8 +108,8 @@ def _tables(
     eps: float,
     pulls: dict[int, Tensor] | None = None,
 ) -> list[Tensor]:
-    """The units' tables `[7, H]`, with these d0 and d1 `[2, H]` of layers, otherwise 0. PReLU, which
-    has no statistics, has slopes alone."""
+    """The units' tables `[7, H]`, with these d0 and d1 `[2, H]` of layers, otherwise 0. Those of
+    PReLU, which has no statistics, have slopes alone."""
     tables: list[Tensor] = []
     dtype = compute_dtype(tensors.operands[0])
     if not statistics:

@@ -130,41 +130,30 @@ def _store_vectors(buffers, pieces):
         buffers[i].store(pieces[i])
 
 
-@gluon.constexpr_function
-def _in_order(rank):
-    """A layout of shared memory, the last index first."""
-    return gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1])
-
-
-@gluon.jit
-def _make_shared(x):
-    """x in shared memory."""
-    buffer = gl.allocate_shared_memory(x.dtype, x.shape, _in_order(len(x.shape)))
-    buffer.store(x)
-    return buffer
-
-
 @gluon.jit
 def _make_table(ptr, w_ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
-    """What a layer's activation needs of its table, in shared memory: (slope - 1) / 2 of PReLU; c0,
-    c1, scale and shift of Dice, h = z (c0 + c1 tanh(scale z + shift)), side by side. c0 and c1 of
-    the last layer have the factor w."""
+    """What a layer's activation needs of its table, in shared memory: c0 and c1, with PReLU slope
+    and 1 - slope; with Dice also scale and shift, h = z (c0 + c1 tanh(scale z + shift)). Of the
+    last layer, c0 and c1 have the factor w."""
     UNITS: gl.constexpr = OPTIONS.hidden[LAYER]
-    rows, buffers = (), ()
+    rows, vectors = (), ()
     for row in gl.static_range(5 if OPTIONS.units == "dice" else 1):
         rows = rows + (_load_pieces(ptr + row * UNITS, LAYER, OPTIONS),)
+    for _ in gl.static_range(4 if OPTIONS.units == "dice" else 2):
+        vectors = vectors + (_make_vectors(LAYER, OPTIONS),)
     w = _load_pieces(w_ptr, 1, OPTIONS)
     for i in gl.static_range(len(rows[0])):
-        numbers = rows[0][i] - 1.0
+        c0, c1 = rows[0][i], 1.0 - rows[0][i]
         if OPTIONS.units == "dice":
-            c0, c1 = 0.5 + 0.5 * rows[0][i], -0.5 * numbers
-            if LAYER == 1:
-                c0, c1 = c0 * w[i], c1 * w[i]
+            c0, c1 = 0.5 + 0.5 * c0, 0.5 * c1
             scale = 0.5 * rows[3][i] * rows[2][i]
-            shift = 0.5 * rows[4][i] - rows[1][i] * scale
-            numbers = gl.join(gl.join(c0, c1), gl.join(scale, shift))
-        buffers = buffers + (_make_shared(numbers),)
-    return buffers
+            vectors[2][i].store(scale)
+            vectors[3][i].store(0.5 * rows[4][i] - rows[1][i] * scale)
+        if LAYER == 1:
+            c0, c1 = c0 * w[i], c1 * w[i]
+        vectors[0][i].store(c0)
+        vectors[1][i].store(c1)
+    return vectors
 
 
 @gluon.jit
@@ -259,37 +248,43 @@ def _relu16(z):
 
 
 @gluon.jit
-def _row(x, z):
-    """x as a row [1, n] beside z."""
-    return gl.convert_layout(x, gl.SliceLayout(0, z.type.layout), assert_trivial=True)[None, :]
-
-
-@gluon.jit
-def _prelu(z, table):
-    """PReLU of z, with an error below 2^-24 |z|: cheaper than a selection."""
-    return z + _of_columns(table, z) * gl.minimum(z, 0.0)
-
-
-@gluon.jit
-def _dice(z, table):
-    """Dice of z."""
-    row = gl.zeros([z.shape[1]], gl.float32, gl.SliceLayout(0, z.type.layout))
-    pair = gl.join(row, row)  # loaded in its layout, 16 bytes are two units' two numbers
-    factors, argument = gl.split(table.load(gl.join(pair, pair).type.layout))
-    c0, c1 = gl.split(factors)
-    scale, shift = gl.split(argument)
-    return z * (_row(c0, z) + _row(c1, z) * _fast_tanh(z * _row(scale, z) + _row(shift, z)))
+def _prelu(z, slope):
+    """PReLU of z. The compiler makes three instructions of a selection, here it is two."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.f32 p, $1, 0f00000000; mov.f32 $0, $1; @!p mul.f32 $0, $1, $2; }",
+        "=&f,f,f", [z, slope], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _activate(z, buffers, LAYER: gl.constexpr, i: gl.constexpr, ACTIVATION, OPTIONS: gl.constexpr):
-    """h of a piece of a layer."""
+    """h of a piece of a layer; with Dice of the last layer, w h."""
     if not has_table(OPTIONS.units):
         return ACTIVATION(z, 1.0)[0] * OPTIONS.factors[0]
-    elif OPTIONS.units == "prelu":
-        return _prelu(z, buffers.tables[LAYER][i])
     else:
-        return _dice(z, buffers.tables[LAYER][i])
+        vectors = buffers.tables[LAYER]
+        first = _of_columns(vectors[0][i], z)
+        if OPTIONS.units == "prelu":
+            return _prelu(z, first)
+        else:
+            t = _plus(z * _of_columns(vectors[2][i], z), vectors[3][i])
+            return z * (first + _of_columns(vectors[1][i], z) * _fast_tanh(t))
+
+
+@gluon.jit
+def _weighted(x, buffers, i: gl.constexpr, ACTIVATION, OPTIONS: gl.constexpr):
+    """w h of a piece of the last layer, where x is h1 W2ᵀ. With PReLU it is less by w b2, which is
+    the same for all events: z = x + b2 is slope z + (1 - slope) (max(x, -b2) + b2)."""
+    bias = _of_columns(buffers.bias[i], x)
+    if OPTIONS.units == "prelu":
+        vectors = buffers.tables[1]
+        c0, c1 = _of_columns(vectors[0][i], x), _of_columns(vectors[1][i], x)
+        return c0 * x + c1 * gl.maximum(x, bias)
+    elif OPTIONS.units == "dice":
+        return _activate(x + bias, buffers, 1, i, ACTIVATION, OPTIONS)
+    else:
+        h = _activate(x + bias, buffers, 1, i, ACTIVATION, OPTIONS)
+        return h * _of_columns(buffers.weight[i], x)
 
 
 @gluon.jit
@@ -375,10 +370,7 @@ def _tile(
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
     p = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, L)) + last_bias
     for j in gl.static_range(SECOND):
-        h2 = _activate(_plus(found[j], buffers.bias[j]), buffers, 1, j, ACTIVATION, OPTIONS)
-        if OPTIONS.units != "dice":  # its factors contain w
-            h2 *= _of_columns(buffers.weight[j], h2)
-        s = gl.sum(h2, 1)
+        s = gl.sum(_weighted(found[j], buffers, j, ACTIVATION, OPTIONS), 1)
         p += gl.convert_layout(s, gl.SliceLayout(1, L), assert_trivial=True)
     acc, largest, total = sums
     if OPTIONS.softmax:
@@ -424,9 +416,15 @@ def din_fwd_hopper_kernel(
         _make_vectors(1, OPTIONS),
         _make_tables(tables, weights[2], OPTIONS),
     )
-    _store_vectors(buffers.bias, _load_pieces(biases[0], 1, OPTIONS))
-    _store_vectors(buffers.weight, _load_pieces(weights[2], 1, OPTIONS))
+    bias, weight = _load_pieces(biases[0], 1, OPTIONS), _load_pieces(weights[2], 1, OPTIONS)
     last_bias = gl.load(biases[1]).to(gl.float32)
+    for i in gl.static_range(len(bias)):
+        buffers.weight[i].store(weight[i])
+        if OPTIONS.units == "prelu":
+            buffers.bias[i].store(-bias[i])
+            last_bias += gl.sum(bias[i] * weight[i], 0)
+        else:
+            buffers.bias[i].store(bias[i])
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
     columns = gl.arange(0, COPIES, layout=gl.SliceLayout(0, L))[None, :]
     units = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))[:, None]
