@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..cpu.buckets import compute_dtype
 from ..cpu.din import din_attention_backward_cpu, din_attention_cpu, din_moments_cpu
@@ -71,8 +72,6 @@ def weighted_events(tensors: DINTensors, call: DINCall, units: UnitParameters | 
     if call.activation == "dice" and units is not None:
         with torch.no_grad():
             statistics = _statistics(tensors, call, units)
-    elif call.activation == "prelu":
-        statistics = [x.new_zeros((3, x.shape[0])) for x in tensors.slopes]
     flat = [x for group in tensors for x in group]
     sizes = [len(group) for group in tensors]
     eps = 0.0 if units is None else units.eps
@@ -109,16 +108,18 @@ def _tables(
     eps: float,
     pulls: dict[int, Tensor] | None = None,
 ) -> list[Tensor]:
-    """The units' tables `[7, H]`, with these d0 and d1 `[2, H]` of layers, otherwise 0."""
+    """The units' tables `[7, H]`, with these d0 and d1 `[2, H]` of layers, otherwise 0. Those of
+    PReLU, which has no statistics, have slopes alone."""
     tables: list[Tensor] = []
     dtype = compute_dtype(tensors.operands[0])
+    if not statistics:
+        return [pad(x.to(dtype)[None], (0, 0, 0, 6)) for x in tensors.slopes]
     for layer, (slope, (_, mean, variance)) in enumerate(zip(tensors.slopes, statistics)):
-        norms = tensors.norm_weights, tensors.norm_biases
-        weight, bias = (
-            x[layer] if x else torch.full_like(slope, one) for x, one in zip(norms, (1.0, 0.0))
-        )
+        zero = torch.zeros_like(mean)
+        weight = tensors.norm_weights[layer] if tensors.norm_weights else torch.ones_like(mean)
+        bias = tensors.norm_biases[layer] if tensors.norm_biases else zero
         rows = [slope, mean, torch.rsqrt(variance + eps), weight, bias]
-        d = (pulls or {}).get(layer, torch.zeros_like(mean).expand(2, -1))
+        d = (pulls or {}).get(layer, (zero, zero))
         tables.append(torch.stack([x.to(dtype) for x in (*rows, *d)]))
     return tables
 
