@@ -69,7 +69,7 @@ META_ATTENTION, META_LAYER = "Meta HSTU attention (Triton), TMA", "Meta STU (Tri
         ),
         ("**{}×** than `varlen_attn`", SELF_128, "varlen_attn (FA2)", "forward_backward_ms"),
         ("{}×: FlashAttention-4 is as fast", SELF_128, "FlashAttention-4", "forward_backward_ms"),
-        ("**{}× faster** than FlashAttention-4", SELF_64, "FlashAttention-4", "forward_backward_ms"),
+        ("**{}× faster** than FlashAttention", SELF_64, "FlashAttention-4", "forward_backward_ms"),
         ("**{}× to 2.4× faster** than Meta's in", SHORT, META_ATTENTION, "forward_backward_ms"),
         ("**1.8× to {}× faster** than Meta's in", LONG, META_ATTENTION, "forward_backward_ms"),
         ("**{}× to 1.6× faster** than Meta's STU", WIDE, META_LAYER, "forward_backward_ms"),
