@@ -93,6 +93,25 @@ def test_a_server_issues_a_batch_before_it_waits_for_the_last_one(monkeypatch):
     ]
 
 
+@pytest.mark.gpu
+def test_joined_batches_and_a_server_on_a_gpu():
+    torch.manual_seed(0)
+    options = bench.parse_arguments(["--device", "cpu"])
+    batches = [bench.random_batch(torch.tensor([events]), 4, options) for events in (3, 0, 5)]
+    whole, expected = (bench.joined(batches, torch.device(x)) for x in ("cuda", "cpu"))
+    for x, y in zip(whole, expected, strict=True):
+        assert torch.equal(x.cpu(), y)
+    answered: list[int] = []
+
+    def score(indices: list[int]) -> torch.Tensor:
+        return bench.joined([batches[i] for i in indices], torch.device("cuda")).ids
+
+    server = bench.Server(score, 2, answered.extend)
+    server.issue([SimpleNamespace(index=i % 3, id=i) for i in range(8)])
+    server.close()
+    assert answered == list(range(8))
+
+
 def test_queries_of_a_failed_batch_are_complete():
     answered: list[int] = []
     server = bench.Server(lambda indices: 1 / 0, 3, answered.extend)
