@@ -96,7 +96,7 @@ def inputs_of(
                     times = torch.arange(users * length, device=device)
                     # buckets are stored where the host knows the lengths
                     inputs.append(jm.Jagged(rows(users * length, dim), starts * length))
-                    inputs[1].segmentation.host_lengths = torch.full((users,), length)
+                    inputs[1].segmentation.host_lengths = torch.full((users,), length, device="cpu")
                 counts = torch.full((users,), candidates, dtype=index, device=device)
                 for x, count in itertools.product(inputs, (None, counts)):
                     yield dict(x=x, num_targets=count, timestamps=times)
