@@ -230,13 +230,13 @@ class PagedHistoryCache:
                 self._write(users, rows, table.replace(users, _lengths(rows.layers[0]), weights))
 
     @torch.no_grad()
-    def append(self, users: Sequence[Hashable], events: Any, **timestamps: Tensor | None) -> Any:
+    def append(self, users: Sequence[Hashable], events: Any, **others: Any) -> Any:
         """Compute and keep the next events of cached users.
 
         Args:
             users: one key per segment of the events, without repetition. All must be cached: `put`
                 the histories of others first.
-            events, timestamps: arguments of the layer's `append`.
+            events, others: arguments of the layer's `append`, such as timestamps.
 
         Returns:
             What the layer's `append` returns for the events: for an HSTUStack, and for a
@@ -255,7 +255,7 @@ class PagedHistoryCache:
                 and self._reads_pages()
                 and getattr(self.layer, "append_writes_pages", False)
             ):
-                return self._append_in_pages(users, events, timestamps)
+                return self._append_in_pages(users, events, others)
             check_users(users, Jagged.wrap(events, name="events").num_segments, "events")
             if self.layer.append_reads_cache:
                 cached = self._select(
@@ -263,7 +263,7 @@ class PagedHistoryCache:
                 )
             else:
                 cached = self._empty(users)
-            outputs, added = self.layer.append(events, cached, **timestamps)
+            outputs, added = self.layer.append(events, cached, **others)
             del cached  # its pages
             with self._ordered():
                 table = self._allocate(added)
@@ -272,7 +272,7 @@ class PagedHistoryCache:
             return outputs
 
     def _append_in_pages(
-        self, users: Sequence[Hashable], events: Any, timestamps: dict[str, Tensor | None]
+        self, users: Sequence[Hashable], events: Any, others: dict[str, Any]
     ) -> Any:
         """`append` of a layer that writes the keys and values of the events into reserved rows
         before it attends to them."""
@@ -284,7 +284,7 @@ class PagedHistoryCache:
             ranges = table.reserve(users, lengths)
         try:
             cached = self._with_room([table.users[user] for user in users], ranges)
-            outputs, added = self.layer.append(events, cached, **timestamps)
+            outputs, added = self.layer.append(events, cached, **others)
             with self._ordered():
                 room = room_of(cached.layers[0])
                 if room is not None:
