@@ -497,7 +497,7 @@ class UserRows:
     grow: gives the tensor so many rows.
     """
 
-    def __init__(self, grow: Callable[[int], None], rows: int = 64) -> None:
+    def __init__(self, grow: Callable[[int], None], rows: int) -> None:
         self._row: dict[int, int] = {}  # of the user
         self._free, self._grow = list(range(1, rows)), grow
         self._count = rows
@@ -540,7 +540,8 @@ class SequenceRanker(Ranker):
         self.step = SequenceStep(model, dtype)
         super().__init__(model, model.encoder.encoder, dtype=dtype, **options)
         # of `step.encoded`, for cached users
-        self._encoded = UserRows(self.step.grow, min(self.histories.num_users, FIRST_ROWS) + 64)
+        rows = 1 if self.cache is None else min(self.histories.num_users, FIRST_ROWS) + 64
+        self._encoded = UserRows(self.step.grow, rows)
 
     def _cached_layer(self) -> CachedStep:
         return CachedStep(
@@ -562,13 +563,11 @@ class SequenceRanker(Ranker):
         with self.stages("cache"):
             users = [x.user for x in requests]
             grown = {user: length for user, length in zip(users, lengths, strict=True) if length}
-            self._make_room(self.cache, users, begins)
-            written, read = self._encoded.assign(list(grown)), self._encoded.of(users)
+            self._begin_anew(self.cache, users, begins)
             if grown:
-                events = _jagged(ids, list(grown.values()))
-                others = dict(targets=candidates, written=written, read=read)
-                return self.cache.append(list(grown), events, **others)
-        return self.run(targets=candidates, read=read)
+                events, written = _jagged(ids, list(grown.values())), list(grown)
+                self.cache.append(written, events, rows=self._encoded.assign(written))
+        return self.run(targets=candidates, rows=self._encoded.of(users))
 
     def _to_encode(self, requests: Sequence[Request]) -> tuple[list[int], list[NewEvents]]:
         """The events of each request's user that are not cached, and the position of the first of
@@ -590,21 +589,15 @@ class SequenceRanker(Ranker):
             self.counts["encoded" if encoded else "appended" if new else "reused"] += 1
         return begins, events
 
-    def _make_room(
-        self, cache: jm.PagedHistoryCache, users: list[int], begins: list[int]
-    ) -> None:
+    def _begin_anew(self, cache: jm.PagedHistoryCache, users: list[int], begins: list[int]) -> None:
         """A history that is encoded anew is appended to an empty one, because `put` returns no
         output. So one pass of the encoder does all."""
         if anew := [user for user, begin in zip(users, begins, strict=True) if not begin]:
-            cache.put(anew, self._nothing(len(anew)))
+            width = self.model.encoder.norm.normalized_shape[0]
+            nothing = torch.empty(0, width, dtype=self.dtype, device=self.device)
+            cache.put(anew, jm.Jagged(nothing, torch.zeros(len(anew) + 1, dtype=torch.int64)))
         if len(self._encoded) > 2 * len(cache) + 1024:
             self._encoded.keep(set(cache.users()))
-
-    def _nothing(self, count: int) -> jm.Jagged:
-        """So many histories without events."""
-        width = self.model.encoder.norm.normalized_shape[0]
-        nothing = torch.empty(0, width, dtype=self.dtype, device=self.device)
-        return jm.Jagged(nothing, torch.zeros(count + 1, dtype=torch.int64))
 
     def attention(self, user: int, candidates: np.ndarray) -> None:
         """None: candidates do not attend to the history."""

@@ -193,42 +193,39 @@ class SequenceStep(Step):
 
     def compute(
         self,
-        targets: jm.Jagged,
         events: jm.Jagged | None = None,
         kept: jm.HistoryCache | None = None,
-        written: torch.Tensor | None = None,
-        read: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+        targets: jm.Jagged | None = None,
     ) -> Any:
         """The scores [C] of the targets' items.
 
         Args:
-            targets: [C, 1], items.
             events: [N, 2], item and position in the window; no segment is empty.
-            kept: the cached histories that the events follow. The result is then the scores, and
-                the keys and values of the events unless `kept` has room for them.
-            written: rows of `encoded` of the events' users, with `kept`.
-            read: rows of `encoded` of the targets' users; None: `events` are their histories.
+            kept: the cached histories that the events follow. The result is then what a layer's
+                `append` returns, without the keys and values that are written into the room of
+                `kept`.
+            rows: of `encoded`. Those of the events' users are written, those of the targets' read.
+            targets: [C, 1], items.
         """
-        encoder, embedded, added = self.model.encoder, {}, None
+        encoder, embedded = self.model.encoder, {}
         if events is not None:
             for name, ids in zip(("item", "position"), events.values.split(1, dim=1), strict=True):
                 embedded[name] = self._look_up(name, ids, events.offsets)
-            rows = events.with_values(encoder.inputs(embedded).to(self.dtype))
-            if kept is None:
-                encoded = last_rows(encoder.encoder(rows))
-            else:
-                outputs, added = encoder.encoder.append(rows, kept)
-                self.encoded.index_copy_(0, written, last_rows(outputs))
-                if getattr(kept.layers[0], "room", None) is not None:
-                    added = jm.HistoryCache(())  # they are in the pages
-        if read is not None:
-            encoded = self.encoded.index_select(0, read)
+            inputs = events.with_values(encoder.inputs(embedded).to(self.dtype))
+            if kept is not None:
+                outputs, added = encoder.encoder.append(inputs, kept)
+                self.encoded.index_copy_(0, rows, last_rows(outputs))
+                written = getattr(kept.layers[0], "room", None) is not None
+                return None, jm.HistoryCache(()) if written else added
+            encoded = last_rows(encoder.encoder(inputs))
+        else:
+            encoded = self.encoded.index_select(0, rows)
         embedded["target"] = self._look_up("item", targets.values, targets.offsets)
         embedded["rival"] = self._look_up("item", targets.values[:0], targets.offsets[:1])
         vectors, counts = encoder.vectors(encoded.float(), embedded), targets.offsets.diff()
         queries = vectors.queries.repeat_interleave(counts, dim=0, output_size=len(vectors.targets))
-        scores = (queries * vectors.targets).sum(dim=1)
-        return scores if kept is None else (scores, added)
+        return (queries * vectors.targets).sum(dim=1)
 
     def _look_up(self, table: str, ids: torch.Tensor, offsets: torch.Tensor) -> JaggedTensor:
         weight = self.model.embeddings.embeddings[table].weight

@@ -220,7 +220,7 @@ class PagedHistoryCache:
             # nothing to compute
             if self._table.num_pages and isinstance(history, Jagged) and not history.num_rows:
                 check_users(users, history.num_segments, "history")
-                with self._ordered():
+                with self._ordered(copies=False):
                     self._table.replace(users, [0] * len(users), weights)
                 return
             rows = self.layer.cache(history, **timestamps)
@@ -277,7 +277,7 @@ class PagedHistoryCache:
         """`append` of a layer that writes the keys and values of the events into reserved rows
         before it attends to them."""
         lengths = _lengths(Jagged.wrap(events, name="events"))
-        with self._ordered():
+        with self._ordered(copies=False):
             table = self._check_cached(users)
             check_users(users, len(lengths), "events")
             self._wait_for_readers()
@@ -353,9 +353,9 @@ class PagedHistoryCache:
             return self._rows.gather(ranges, self.layer.max_cached_rows)
 
     @contextlib.contextmanager
-    def _ordered(self) -> Generator[None]:
+    def _ordered(self, copies: bool = True) -> Generator[None]:
         """Hold the lock. On a GPU, copies of one call also wait for those of the call before, which
-        may be on another stream."""
+        may be on another stream. copies: whether this call makes some in the block."""
         with self._lock:
             self._unpin()
             if self._last_copy is not None:
@@ -363,7 +363,7 @@ class PagedHistoryCache:
             try:
                 yield
             finally:
-                if self._rows.values is not None and self._rows.device.type == "cuda":
+                if copies and self._rows.values is not None and self._rows.device.type == "cuda":
                     self._last_copy = torch.cuda.current_stream(self._rows.device).record_event()
 
     def _current_weights(self) -> int:
