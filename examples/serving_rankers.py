@@ -383,10 +383,11 @@ def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, list[int]]:
 
 
 def _jagged(columns: Sequence[np.ndarray] | np.ndarray, lengths: Sequence[int]) -> jm.Jagged:
-    """Segments of these lengths of the columns [rows, ...], on the host."""
+    """Segments of these lengths of the columns [rows, ...], on the host. Not checked, which would
+    take longer than the rest."""
     values = np.column_stack(columns) if isinstance(columns, (list, tuple)) else columns
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    return jm.Jagged(torch.from_numpy(values), torch.from_numpy(offsets))
+    return jm.Jagged.unchecked(torch.from_numpy(values), torch.from_numpy(offsets), None)
 
 
 class RankingRanker(Ranker):
@@ -595,7 +596,8 @@ class SequenceRanker(Ranker):
         if anew := [user for user, begin in zip(users, begins, strict=True) if not begin]:
             width = self.model.encoder.norm.normalized_shape[0]
             nothing = torch.empty(0, width, dtype=self.dtype, device=self.device)
-            cache.put(anew, jm.Jagged(nothing, torch.zeros(len(anew) + 1, dtype=torch.int64)))
+            offsets = torch.zeros(len(anew) + 1, dtype=torch.int64)
+            cache.put(anew, jm.Jagged.unchecked(nothing, offsets, None))
         if len(self._encoded) > 2 * len(cache) + 1024:
             self._encoded.keep(set(cache.users()))
 

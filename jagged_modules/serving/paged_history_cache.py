@@ -476,7 +476,8 @@ def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def _lengths(rows: Jagged) -> list[int]:
-    lengths = rows.offsets.diff() if rows.host_lengths is None else rows.host_lengths
+    lengths = rows.host_lengths
+    lengths = rows.offsets.diff() if lengths is None else lengths
     if lengths.is_meta:
         raise ValueError(
             "offsets must be on a device with values, because the cache counts rows, got meta"

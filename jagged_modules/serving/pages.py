@@ -212,7 +212,7 @@ def row_indices(
 
 
 def rows_on_host(ranges: Sequence[RowRange], page_rows: int) -> Tensor:
-    """The rows of `row_indices`, on the host: for few rows."""
+    """The rows of `row_indices`, on the host: for those to write, which are new."""
     rows = array("q")
     for x in ranges:
         begin, end = x.begin, x.begin + x.length
