@@ -14,7 +14,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -53,6 +53,8 @@ COMPUTED = (
     "scores",
 )
 WARM_UP_USERS = 1000  # of whom some have the shortest and the longest histories
+# of the table of the encoder's outputs, if there are as many users: each growth makes new graphs
+FIRST_ROWS = 2**16
 # of a cache's pages: on a GPU attention reads those of 128 rows without a copy
 PAGE_ROWS = {"cuda": 128, "cpu": 16}
 
@@ -381,10 +383,11 @@ def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, list[int]]:
 
 
 def _jagged(columns: Sequence[np.ndarray] | np.ndarray, lengths: Sequence[int]) -> jm.Jagged:
-    """Segments of these lengths of the columns [rows, ...], on the host."""
+    """Segments of these lengths of the columns [rows, ...], on the host. Not checked, which would
+    take longer than the rest."""
     values = np.column_stack(columns) if isinstance(columns, (list, tuple)) else columns
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    return jm.Jagged(torch.from_numpy(values), torch.from_numpy(offsets))
+    return jm.Jagged.unchecked(torch.from_numpy(values), torch.from_numpy(offsets), None)
 
 
 class RankingRanker(Ranker):
@@ -489,13 +492,17 @@ class RankingRanker(Ranker):
 
 
 class UserRows:
-    """A row [width] of each user, all in one tensor. Views of the batches that computed them would
-    keep whole batches."""
+    """Rows of a tensor, from 1 on, of users. Views of the batches that computed them would keep
+    whole batches.
 
-    def __init__(self) -> None:
+    grow: gives the tensor so many rows.
+    """
+
+    def __init__(self, grow: Callable[[int], None], rows: int) -> None:
         self._row: dict[int, int] = {}  # of the user
-        self._free: list[int] = []
-        self._rows = torch.empty(0, 0)
+        self._free, self._grow = list(range(1, rows)), grow
+        self._count = rows
+        grow(rows)
 
     def __len__(self) -> int:
         return len(self._row)
@@ -503,33 +510,25 @@ class UserRows:
     def __contains__(self, user: int) -> bool:
         return user in self._row
 
-    def write(self, users: Sequence[int], rows: torch.Tensor) -> None:
-        """Keep the rows [users, width], in place of those that the users have."""
-        known = len(self._rows)
-        if len(users) > len(self._free):
-            more = rows.new_empty(known + max(known, len(users), 64), rows.shape[1])
-            if known:
-                more[:known] = self._rows
-            self._free += range(known, len(more))
-            self._rows = more
-        for user in users:
-            if user not in self._row:
-                self._row[user] = self._free.pop()
-        self._rows.index_copy_(0, self._index(users), rows)
+    def assign(self, users: Sequence[int]) -> torch.Tensor:
+        """int64 [users] on the host, the rows to write: those that the users have, or free ones."""
+        new = [user for user in users if user not in self._row]
+        if len(new) > len(self._free):
+            known, self._count = self._count, 2 * self._count + len(new)
+            self._free += range(known, self._count)
+            self._grow(self._count)
+        for user in new:
+            self._row[user] = self._free.pop()
+        return self.of(users)
 
-    def read(self, users: Sequence[int]) -> torch.Tensor:
-        """The users' rows [users, width]."""
-        return self._rows.index_select(0, self._index(users))
+    def of(self, users: Sequence[int]) -> torch.Tensor:
+        """int64 [users] on the host, the users' rows."""
+        return torch.tensor([self._row[user] for user in users], dtype=torch.int64)
 
     def keep(self, users: Container[int]) -> None:
         """Drop the rows of all other users."""
         for user in [user for user in self._row if user not in users]:
             self._free.append(self._row.pop(user))
-
-    def _index(self, users: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([self._row[user] for user in users], dtype=torch.int64).to(
-            self._rows.device, non_blocking=True
-        )
 
 
 class SequenceRanker(Ranker):
@@ -541,12 +540,14 @@ class SequenceRanker(Ranker):
     def __init__(self, model: SequenceModel, dtype: torch.dtype = torch.float32, **options: Any):
         self.step = SequenceStep(model, dtype)
         super().__init__(model, model.encoder.encoder, dtype=dtype, **options)
-        self._encoded = UserRows()  # of cached users, the encoder's output for the last event
+        # of `step.encoded`, for cached users
+        rows = 1 if self.cache is None else min(self.histories.num_users, FIRST_ROWS) + 64
+        self._encoded = UserRows(self.step.grow, rows)
 
     def _cached_layer(self) -> CachedStep:
         return CachedStep(
             self.model.encoder.encoder,
-            append=lambda events, kept: self.run(events=events, kept=kept),
+            append=lambda events, kept, **others: self.run(events=events, kept=kept, **others),
         )
 
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
@@ -555,16 +556,19 @@ class SequenceRanker(Ranker):
             lengths = [len(x.item) for x in events]
             begin = np.array(begins)
             position, _ = ranges(begin, begin + lengths)
-            ids = _jagged([np.concatenate([x.item for x in events]), position], lengths)
+            ids = np.column_stack([np.concatenate([x.item for x in events]), position])
             targets, counts = _targets(requests)
             candidates = _jagged(targets[:, None], counts)
         if self.cache is None:
-            return self.run(events=ids, targets=candidates)
+            return self.run(events=_jagged(ids, lengths), targets=candidates)
         with self.stages("cache"):
             users = [x.user for x in requests]
-            self._update(self.cache, users, begins, lengths, ids.values)
-            encoded = self._encoded.read(users)
-        return self.run(encoded=encoded, targets=candidates)
+            grown = {user: length for user, length in zip(users, lengths, strict=True) if length}
+            self._begin_anew(self.cache, users, begins)
+            if grown:
+                events, written = _jagged(ids, list(grown.values())), list(grown)
+                self.cache.append(written, events, rows=self._encoded.assign(written))
+        return self.run(targets=candidates, rows=self._encoded.of(users))
 
     def _to_encode(self, requests: Sequence[Request]) -> tuple[list[int], list[NewEvents]]:
         """The events of each request's user that are not cached, and the position of the first of
@@ -586,28 +590,14 @@ class SequenceRanker(Ranker):
             self.counts["encoded" if encoded else "appended" if new else "reused"] += 1
         return begins, events
 
-    def _update(
-        self,
-        cache: jm.PagedHistoryCache,
-        users: list[int],
-        begins: list[int],
-        lengths: list[int],
-        ids: torch.Tensor,
-    ) -> None:
-        """Append the events, `lengths` of each user, and keep the encoder's output for each user's
-        last one.
-
-        A history that is encoded anew is appended to an empty one, because `put` returns no output.
-        So one pass of the encoder does all.
-        """
+    def _begin_anew(self, cache: jm.PagedHistoryCache, users: list[int], begins: list[int]) -> None:
+        """A history that is encoded anew is appended to an empty one, because `put` returns no
+        output. So one pass of the encoder does all."""
         if anew := [user for user, begin in zip(users, begins, strict=True) if not begin]:
             width = self.model.encoder.norm.normalized_shape[0]
             nothing = torch.empty(0, width, dtype=self.dtype, device=self.device)
-            cache.put(anew, jm.Jagged(nothing, torch.zeros(len(anew) + 1, dtype=torch.int64)))
-        if grown := {user: length for user, length in zip(users, lengths, strict=True) if length}:
-            offsets = np.concatenate([[0], np.cumsum(list(grown.values()))])
-            last = cache.append(list(grown), jm.Jagged(ids, torch.from_numpy(offsets)))
-            self._encoded.write(list(grown), last)
+            offsets = torch.zeros(len(anew) + 1, dtype=torch.int64)
+            cache.put(anew, jm.Jagged.unchecked(nothing, offsets, None))
         if len(self._encoded) > 2 * len(cache) + 1024:
             self._encoded.keep(set(cache.users()))
 

@@ -170,35 +170,57 @@ def sums_of_bags(
 
 
 class SequenceStep(Step):
-    """A SequenceModel's lookups, encoder and scores."""
+    """A SequenceModel's lookups, encoder and scores.
+
+    encoded: [rows, E], what the encoder returned for the last event of cached users. The first row
+        is no user's: padding is written to it.
+    """
 
     model: SequenceModel
+    encoded: torch.Tensor
+
+    def __init__(self, model: SequenceModel, dtype: torch.dtype):
+        super().__init__(model, dtype)
+        self.register_buffer("encoded", None, persistent=False)
+        self.grow(1)
+
+    def grow(self, rows: int) -> None:
+        """Give `encoded` so many rows. Graphs of fewer rows are not used any more."""
+        known, width = self.encoded, self.model.encoder.norm.normalized_shape[0]
+        self.encoded = torch.zeros(rows, width, dtype=self.dtype, device=self.device)
+        if known is not None:
+            self.encoded[: len(known)] = known
 
     def compute(
         self,
         events: jm.Jagged | None = None,
         kept: jm.HistoryCache | None = None,
-        encoded: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
         targets: jm.Jagged | None = None,
     ) -> Any:
         """The scores [C] of the targets' items.
 
         Args:
             events: [N, 2], item and position in the window; no segment is empty.
-            kept: the cached histories that the events follow. The result is then what the encoder
-                returns for the last event of each user [B, E], and the keys and values of all.
-            encoded: in place of events, what it returned for the users' last events.
+            kept: the cached histories that the events follow. The result is then what a layer's
+                `append` returns, without the keys and values that are written into the room of
+                `kept`.
+            rows: of `encoded`. Those of the events' users are written, those of the targets' read.
             targets: [C, 1], items.
         """
         encoder, embedded = self.model.encoder, {}
         if events is not None:
             for name, ids in zip(("item", "position"), events.values.split(1, dim=1), strict=True):
                 embedded[name] = self._look_up(name, ids, events.offsets)
-            rows = events.with_values(encoder.inputs(embedded).to(self.dtype))
+            inputs = events.with_values(encoder.inputs(embedded).to(self.dtype))
             if kept is not None:
-                outputs, added = encoder.encoder.append(rows, kept)
-                return last_rows(outputs), added
-            encoded = last_rows(encoder.encoder(rows))
+                outputs, added = encoder.encoder.append(inputs, kept)
+                self.encoded.index_copy_(0, rows, last_rows(outputs))
+                written = getattr(kept.layers[0], "room", None) is not None
+                return None, jm.HistoryCache(()) if written else added
+            encoded = last_rows(encoder.encoder(inputs))
+        else:
+            encoded = self.encoded.index_select(0, rows)
         embedded["target"] = self._look_up("item", targets.values, targets.offsets)
         embedded["rival"] = self._look_up("item", targets.values[:0], targets.offsets[:1])
         vectors, counts = encoder.vectors(encoded.float(), embedded), targets.offsets.diff()

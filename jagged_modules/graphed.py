@@ -335,6 +335,6 @@ def _state(module: nn.Module) -> _State | None:
                 trained, device = trained or x.requires_grad, device or x.device
         for x in attributes["_buffers"].values():
             if x is not None:
-                state += id(x), x.data_ptr(), x.dtype
+                state += id(x), x.data_ptr(), x.dtype, x.shape  # of a table that has grown
                 device = device or x.device
     return _State(tuple(state), trained, device)

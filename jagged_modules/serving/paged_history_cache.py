@@ -220,7 +220,7 @@ class PagedHistoryCache:
             # nothing to compute
             if self._table.num_pages and isinstance(history, Jagged) and not history.num_rows:
                 check_users(users, history.num_segments, "history")
-                with self._ordered():
+                with self._ordered(copies=False):
                     self._table.replace(users, [0] * len(users), weights)
                 return
             rows = self.layer.cache(history, **timestamps)
@@ -230,13 +230,13 @@ class PagedHistoryCache:
                 self._write(users, rows, table.replace(users, _lengths(rows.layers[0]), weights))
 
     @torch.no_grad()
-    def append(self, users: Sequence[Hashable], events: Any, **timestamps: Tensor | None) -> Any:
+    def append(self, users: Sequence[Hashable], events: Any, **others: Any) -> Any:
         """Compute and keep the next events of cached users.
 
         Args:
             users: one key per segment of the events, without repetition. All must be cached: `put`
                 the histories of others first.
-            events, timestamps: arguments of the layer's `append`.
+            events, others: arguments of the layer's `append`, such as timestamps.
 
         Returns:
             What the layer's `append` returns for the events: for an HSTUStack, and for a
@@ -255,7 +255,7 @@ class PagedHistoryCache:
                 and self._reads_pages()
                 and getattr(self.layer, "append_writes_pages", False)
             ):
-                return self._append_in_pages(users, events, timestamps)
+                return self._append_in_pages(users, events, others)
             check_users(users, Jagged.wrap(events, name="events").num_segments, "events")
             if self.layer.append_reads_cache:
                 cached = self._select(
@@ -263,7 +263,7 @@ class PagedHistoryCache:
                 )
             else:
                 cached = self._empty(users)
-            outputs, added = self.layer.append(events, cached, **timestamps)
+            outputs, added = self.layer.append(events, cached, **others)
             del cached  # its pages
             with self._ordered():
                 table = self._allocate(added)
@@ -272,19 +272,19 @@ class PagedHistoryCache:
             return outputs
 
     def _append_in_pages(
-        self, users: Sequence[Hashable], events: Any, timestamps: dict[str, Tensor | None]
+        self, users: Sequence[Hashable], events: Any, others: dict[str, Any]
     ) -> Any:
         """`append` of a layer that writes the keys and values of the events into reserved rows
         before it attends to them."""
         lengths = _lengths(Jagged.wrap(events, name="events"))
-        with self._ordered():
+        with self._ordered(copies=False):
             table = self._check_cached(users)
             check_users(users, len(lengths), "events")
             self._wait_for_readers()
             ranges = table.reserve(users, lengths)
         try:
             cached = self._with_room([table.users[user] for user in users], ranges)
-            outputs, added = self.layer.append(events, cached, **timestamps)
+            outputs, added = self.layer.append(events, cached, **others)
             with self._ordered():
                 room = room_of(cached.layers[0])
                 if room is not None:
@@ -353,9 +353,9 @@ class PagedHistoryCache:
             return self._rows.gather(ranges, self.layer.max_cached_rows)
 
     @contextlib.contextmanager
-    def _ordered(self) -> Generator[None]:
+    def _ordered(self, copies: bool = True) -> Generator[None]:
         """Hold the lock. On a GPU, copies of one call also wait for those of the call before, which
-        may be on another stream."""
+        may be on another stream. copies: whether this call makes some in the block."""
         with self._lock:
             self._unpin()
             if self._last_copy is not None:
@@ -363,7 +363,7 @@ class PagedHistoryCache:
             try:
                 yield
             finally:
-                if self._rows.values is not None and self._rows.device.type == "cuda":
+                if copies and self._rows.values is not None and self._rows.device.type == "cuda":
                     self._last_copy = torch.cuda.current_stream(self._rows.device).record_event()
 
     def _current_weights(self) -> int:
@@ -476,7 +476,8 @@ def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def _lengths(rows: Jagged) -> list[int]:
-    lengths = rows.offsets.diff() if rows.host_lengths is None else rows.host_lengths
+    lengths = rows.host_lengths
+    lengths = rows.offsets.diff() if lengths is None else lengths
     if lengths.is_meta:
         raise ValueError(
             "offsets must be on a device with values, because the cache counts rows, got meta"

@@ -209,3 +209,17 @@ def row_indices(
         offsets,
         on_host[: len(ends)].diff(),
     )
+
+
+def rows_on_host(ranges: Sequence[RowRange], page_rows: int) -> Tensor:
+    """The rows of `row_indices`, on the host: for those to write, which are new."""
+    rows = array("q")
+    for x in ranges:
+        begin, end = x.begin, x.begin + x.length
+        while begin < end:
+            page, within = divmod(begin, page_rows)
+            first, count = x.pages[page] * page_rows + within, min(page_rows - within, end - begin)
+            rows.extend(range(first, first + count))
+            begin += count
+    # an empty buffer is an error
+    return torch.frombuffer(rows or array("q", [0]), dtype=torch.int64)[: len(rows)]

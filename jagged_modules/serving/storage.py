@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from jagged_kernels.attention.pages import Pages
@@ -13,7 +14,21 @@ from torch import Tensor
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
 from ..containers.pages import HostTables, PagedRows, Room, from_8_bits, gather_pages, write_rows
-from .pages import CacheFull, RowRange, UserPages, row_indices
+from .pages import CacheFull, RowRange, UserPages, row_indices, rows_on_host
+
+
+class _Layer(NamedTuple):
+    """Keys and values of a layer, and their scales: with the spare row, and without it. The tensors
+    are always the same ones: `jm.graphed` takes tensors of one identity for one."""
+
+    with_spare: Tensor
+    all_scales: Tensor | None
+    rows: Tensor
+    scales: Tensor | None
+
+    @classmethod
+    def of(cls, values: Tensor, scales: Tensor | None) -> _Layer:
+        return cls(values, scales, values[:-1], None if scales is None else scales[:-1])
 
 
 class RowStorage:
@@ -36,6 +51,7 @@ class RowStorage:
         self.values: Tensor | None = None
         self.scales: Tensor | None = None
         self.timestamps: Tensor | None = None
+        self._layers: list[_Layer] = []
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +93,10 @@ class RowStorage:
                 torch.empty(rows, *x[0], dtype=x[1], device=first.device) if x else None
                 for x in kinds
             )
+            assert self.values is not None
+            values = self.values.unbind(1)
+            scales = [None] * len(values) if self.scales is None else self.scales.unbind(1)
+            self._layers = [_Layer.of(*both) for both in zip(values, scales)]
         self.dtype = first.dtype
         return num_pages
 
@@ -101,9 +121,10 @@ class RowStorage:
 
     def write(self, rows: HistoryCache, ranges: Sequence[RowRange]) -> None:
         """Copy the rows to these ranges."""
-        index, _, _ = self.indices(ranges)
-        for (values, scales), layer in zip(self._layers(), rows.layers):
-            write_rows(values, scales, index, layer.values)
+        # a copy in place of a dozen launches
+        index = rows_on_host(ranges, self.page_rows).to(self.device, non_blocking=True)
+        for own, layer in zip(self._layers, rows.layers):
+            write_rows(own.with_spare, own.all_scales, index, layer.values)
         self.write_timestamps(index, rows.timestamps)
 
     def write_timestamps(self, index: Tensor, new: Tensor | None) -> None:
@@ -130,24 +151,29 @@ class RowStorage:
         pages = Pages.of([x.pages for x in known], lengths, self.page_rows)
         ends = torch.tensor([0, *itertools.accumulate(lengths)], device="cpu")
         tables = HostTables(ends, pages, self.device)
-        parts = ((x[:-1], s if s is None else s[:-1]) for x, s in self._layers())
         if self.tables_on_host:
-            return tuple(PagedRows.of(x, scales, tables, self.dtype) for x, scales in parts)
+            return tuple(PagedRows.of(x.rows, x.scales, tables, self.dtype) for x in self._layers)
         offsets, pages, segmentation = tables.moved
         return tuple(
             PagedRows(
-                x, offsets, dataclasses.replace(pages, scales=scales), segmentation, self.dtype
+                x.rows,
+                offsets,
+                dataclasses.replace(pages, scales=x.scales),
+                segmentation,
+                self.dtype,
             )
-            for x, scales in parts
+            for x in self._layers
         )
 
     def rooms(self, known: Sequence[UserPages], ranges: Sequence[RowRange]) -> Iterator[Room]:
         """For each layer these ranges, behind the rows of each user."""
         grown = self.in_pages(known, [x.begin + x.length for x in ranges])
-        device = torch.device("cpu") if self.tables_on_host else self.device
-        index, _, _ = row_indices(ranges, self.page_rows, device)
-        for rows, (values, scales) in zip(grown, self._layers()):
-            yield Room(index, rows, values, scales)
+        if self.tables_on_host:
+            index = rows_on_host(ranges, self.page_rows)
+        else:
+            index, _, _ = self.indices(ranges)
+        for rows, own in zip(grown, self._layers):
+            yield Room(index, rows, own.with_spare, own.all_scales)
 
     def history(self, layers: tuple[PagedRows, ...], max_rows: int | None) -> HistoryCache:
         """Layers in pages, with their timestamps."""
@@ -155,10 +181,3 @@ class RowStorage:
         if self.timestamps is not None:
             (times,) = gather_pages(first.pages, first.offsets, self.timestamps)
         return HistoryCache(layers, times, max_rows)
-
-    def _layers(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Keys and values of each layer, and their scales, with the spare row."""
-        assert self.values is not None
-        values = self.values.unbind(1)
-        scales = [None] * len(values) if self.scales is None else self.scales.unbind(1)
-        return list(zip(values, scales))

@@ -198,7 +198,7 @@ def test_encoder_outputs_of_evicted_users_are_dropped(served):
     """Only those of the cached users are kept, when there are many others."""
     ranker, whole = ranker_of(served["hstu"], 200_000), ranker_of(served["hstu"], 0)
     requests = Requests(ranker)
-    ranker._encoded.write(list(range(100, 1500)), torch.zeros(1400, 16))
+    ranker._encoded.assign(list(range(100, 1500)))
     for user in range(12):
         batch = [requests.of(user)]
         assert_same_scores(ranker.score(batch), whole.score(batch))
@@ -208,12 +208,21 @@ def test_encoder_outputs_of_evicted_users_are_dropped(served):
 
 
 def test_rows_of_users():
-    """As a dictionary has them, with users who come, are written again and go."""
-    rows, expected, random = UserRows(), {}, np.random.default_rng(0)
+    """As a dictionary has them, with users who come, are written again and go. None has the row of
+    the padding."""
+    table, expected, random = torch.zeros(0), {}, np.random.default_rng(0)
+
+    def grow(count):
+        nonlocal table
+        table = torch.cat([table, torch.full((count - len(table),), torch.nan)])
+
+    assert 0 not in UserRows(lambda count: None, 8).assign(range(8))
+    rows = UserRows(grow, 8)
     for _ in range(200):
         users = random.choice(300, int(random.integers(1, 40)), replace=False).tolist()
-        new = torch.randn(len(users), 3)
-        rows.write(users, new)
+        new = torch.randn(len(users))
+        written = rows.assign(users)  # which may make another table
+        table[written] = new
         expected.update(zip(users, new, strict=True))
         if random.random() < 0.1:
             kept = set(random.choice(300, 100, replace=False).tolist())
@@ -221,8 +230,8 @@ def test_rows_of_users():
             expected = {user: x for user, x in expected.items() if user in kept}
         assert len(rows) == len(expected) and all(user in rows for user in expected)
         if expected:
-            assert torch.equal(rows.read(list(expected)), torch.stack(list(expected.values())))
-    assert len(rows._rows) < 700
+            assert torch.equal(table[rows.of(list(expected))], torch.stack([*expected.values()]))
+    assert len(table) < 700
 
 
 @every_model

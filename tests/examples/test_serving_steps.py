@@ -2,6 +2,7 @@
 copy, sums of bags are TorchRec's."""
 
 import argparse
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,14 +11,17 @@ import torch
 # `make test-gpu` also runs without it
 pytest.importorskip("torchrec", reason="the programs need it")
 
+import serving_rankers
 from checkpoints import load_weights
 from data.event_log import Categorical
 from ranking_data import bags, keyed
 from ranking_model import embedding_bags, stack_bags
 from serving_models import add_cache_options, add_ranker_options, ranker_from_options, uses_graphs
 from serving_steps import FeatureTable, sums_of_bags, to_device
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import jagged_modules as jm
+from jagged_modules.captured_step import RUNNERS
 
 from .serving import CACHE, CPU, Requests, ranker_of
 from .test_serving_rankers import assert_same_scores, every_model
@@ -44,6 +48,64 @@ def test_graphs_give_the_scores_of_the_model(served, padded, name, page_rows, ca
     assert graphed.counts == plain.counts and 1 < len(graphed.run._steps)
     if not cache:
         assert len(graphed.run._steps) < calls
+
+
+def test_a_table_that_grows_has_graphs_of_its_own(served, padded, monkeypatch):
+    """The outputs of the encoder for 25 users, in a table of 8 rows at first."""
+    monkeypatch.setattr(serving_rankers, "FIRST_ROWS", 8 - 64)
+    plain, graphed = (ranker_of(served["hstu"], CACHE, 128, graphs=x) for x in (False, True))
+    assert len(graphed.step.encoded) == 8
+    requests = Requests(plain)
+    for _ in range(15):
+        batch = requests.batch(3)
+        assert_same_scores(graphed.score(batch), plain.score(batch))
+    assert len(graphed.step.encoded) > 16
+
+
+class Outside(TorchDispatchMode):
+    """Counts the operators that run outside of replays, whose results are those of the capture."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.counts[str(op)] += 1
+        return op(*args, **(kwargs or {}))
+
+
+class Frozen:
+    """In place of CUDA graphs: a replay is free, and leaves the results as they are."""
+
+    pool = None
+
+    def __init__(self, forward, backward, *_):
+        self._outputs = forward()
+
+    def forward(self):
+        return self._outputs
+
+
+@pytest.mark.parametrize("name, limit, launches", [("hstu", 90, 0), ("attention", 75, 1)])
+def test_a_batch_of_cached_users_runs_little_outside_of_its_graphs(
+    served, monkeypatch, name, limit, launches
+):
+    """Users with a new event. Only the rows of histories that are encoded anew are written outside
+    of the graphs, each layer's with one launch, and nothing is read."""
+    monkeypatch.setitem(RUNNERS, "cpu", Frozen)
+    ranker = ranker_of(served[name], CACHE, 128, graphs=True)
+    requests = Requests(ranker)
+    users = [user for user in range(25) if ranker.histories.length(user) < 40][:5]
+    for _ in range(2):
+        ranker.score([requests.of(user, 1, 3) for user in users])
+    before = ranker.run._captures
+    with Outside() as outside:
+        ranker.score([requests.of(user, 1, 3) for user in users])
+    assert ranker.run._captures == before
+    assert sum(outside.counts.values()) <= limit
+    for op in ("index_select.default", "index.Tensor", "searchsorted.Tensor"):
+        assert not outside.counts[f"aten.{op}"]
+    assert outside.counts["aten.index_copy_.default"] == launches
 
 
 def test_graphs_are_the_default_on_a_gpu_alone(served):
