@@ -492,8 +492,7 @@ class RankingRanker(Ranker):
 
 
 class UserRows:
-    """Rows of a tensor, from 1 on, of users. Views of the batches that computed them would keep
-    whole batches.
+    """Which row of a tensor each user has. No user has row 0, to which padding is written.
 
     grow: gives the tensor so many rows.
     """

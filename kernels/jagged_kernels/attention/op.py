@@ -326,8 +326,8 @@ def _operator(call: AttentionCall) -> Callable:
 
 def with_buckets(call: AttentionCall) -> AttentionCall:
     """The call with `StoredBuckets` among its params, if its kernels read them: only Hopper's do.
-    The call has a schedule, and no graph records it."""
-    if call.params.time_bias is None or not call.schedule.num_blocks:
+    The call has a bias by time and a schedule, and no graph records it."""
+    if not call.schedule.num_blocks:
         return call
     call = _for_kernels(call)
     rows = call.schedule.block_m, _key_tiles(call).block
