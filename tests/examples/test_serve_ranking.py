@@ -151,7 +151,8 @@ def test_a_killed_program_has_the_events_that_it_acknowledged(served, tmp_path, 
             stored[user] = len(known)
         store.close()
     lines = [json.loads(x) for x in (tmp_path / "access.jsonl").read_text().splitlines()]
-    assert [(x["path"], x["status"]) for x in lines].count(("/rank", 200)) >= 80
+    # a line follows its answer: each kill may lose the last one of each client
+    assert [(x["path"], x["status"]) for x in lines].count(("/rank", 200)) >= 80 - 2 * len(stored)
 
 
 def test_the_admin_of_the_program(served, tmp_path):
