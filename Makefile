@@ -42,6 +42,9 @@ SHELL := /bin/bash
 	fuzz mutants mutants-sample test-gpu test-newer-tritons test-newer-tritons-sample notebooks lint docs links dist smoke bench \
 	leaderboard profile record environments lock clean
 
+# Otherwise each of the many processes that tests start compiles torch's files again.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 WORKERS ?= 2

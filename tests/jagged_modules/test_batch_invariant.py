@@ -10,6 +10,7 @@ import jagged_modules as jm
 from jagged_modules import functional as F
 
 from ..batch_invariance import check, layers, names, operators
+from .graph_cases import compiled
 
 LENGTHS = [0, 1, 2, 3, 5, 8, 15, 16, 17, 33]
 OWN = [1, 6, 17, 23]
@@ -177,11 +178,10 @@ def test_schedules_of_the_mode_are_their_own():
     1, "name", ["linear", "linear-segments", "linear-compress", "attention", "attention-hstu"]
 )
 def test_under_torch_compile(name):
-    torch._dynamo.reset()
     operator = operators("cpu", torch.float32)[name]
-    compiled = torch.compile(operator.apply, fullgraph=True, dynamic=True, backend="aot_eager")
+    graph, _ = compiled(operator.apply)
     check(
-        operator.__class__(operator.operands, compiled, operator.result, operator.gradients),
+        operator.__class__(operator.operands, graph, operator.result, operator.gradients),
         [2, 3, 9, 17],
         [5],
         6,
@@ -190,11 +190,10 @@ def test_under_torch_compile(name):
 
 @slow_after(1, "name", ["gdpa", "mlp", "hstu"])
 def test_layers_under_torch_compile(name):
-    torch._dynamo.reset()
     operator = layers("cpu", torch.float32)[name]
-    compiled = torch.compile(operator.apply, fullgraph=True, dynamic=True, backend="aot_eager")
+    graph, _ = compiled(operator.apply)
     check(
-        operator.__class__(operator.operands, compiled, operator.result, operator.gradients),
+        operator.__class__(operator.operands, graph, operator.result, operator.gradients),
         [2, 3, 9, 17],
         [5],
         4,

@@ -351,7 +351,7 @@ def test_compiles_once():
 
 def test_scoring_compiles_once():
     stack = jm.HSTUStack(WIDTH, HEADS, 1, config_of(relative_position=200, relative_time=BUCKETS))
-    graph, counter = compiled(stack.score, floats_as_inputs=True)
+    graph, counter = compiled(stack.score)
     compilations = []
     for segments, rows, count in SIZES:
         cache = stack.cache(

@@ -10,6 +10,7 @@ from torch import nn
 import jagged_modules as jm
 from jagged_modules import functional as F
 
+from .graph_cases import compiled
 from .test_self_target_layer import HEADS, OFFSETS, WIDTH, Attentions, heads
 
 GROWING = {  # masks under which later events change no earlier one
@@ -273,21 +274,23 @@ def test_errors():
     assert "mask=AttentionMask(causal=True)" in repr(layer)
 
 
-def test_compiled_and_exported_with_a_mask():
-    """One graph for all sizes, with gradients, and a program."""
-    layer = make_layer("window")
-
-    def call(layer, history, offsets, targets, index):
-        (values, _), out = layer((history, offsets), targets, index)
-        return values, out
-
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
-    program = None
+def inputs_of_two_sizes():
     for rows, offsets in ((9, OFFSETS), (12, torch.tensor([0, 3, 3, 5, 12]))):
-        history, targets, index = make_inputs()
-        history = torch.randn(rows, WIDTH).double().requires_grad_()
-        inputs = history, offsets, targets, index
-        found, expected = compiled(layer, *inputs), call(layer, *inputs)
+        _, targets, index = make_inputs()
+        yield torch.randn(rows, WIDTH).double().requires_grad_(), offsets, targets, index
+
+
+def with_a_mask(layer, history, offsets, targets, index):
+    (values, _), out = layer((history, offsets), targets, index)
+    return values, out
+
+
+def test_compiled_with_a_mask():
+    """One graph for all sizes, with gradients."""
+    layer = make_layer("window")
+    graph, counter = compiled(with_a_mask)
+    for history, *inputs in inputs_of_two_sizes():
+        found, expected = (call(layer, history, *inputs) for call in (graph, with_a_mask))
         torch.testing.assert_close(found, expected)
         leaves = [history, *layer.parameters()]
         gradients, theirs = (
@@ -295,10 +298,19 @@ def test_compiled_and_exported_with_a_mask():
             for x in (found, expected)
         )
         torch.testing.assert_close(gradients, theirs)
+    assert counter.frame_count == 1
+
+
+def test_exported_with_a_mask():
+    """One program for all sizes."""
+    layer, program = make_layer("window").eval(), None
+    for history, offsets, *inputs in inputs_of_two_sizes():
+        arguments = (history.detach(), offsets), *inputs
         if program is None:
             some, users = torch.export.Dim("rows", min=2), torch.export.Dim("users", min=1)
             shapes = ({0: some}, {0: users + 1}), {}, {}
-            arguments = (history.detach(), offsets), targets, index
-            program = torch.export.export(layer.eval(), arguments, dynamic_shapes=shapes).module()
-        (values, _), out = program((history.detach(), offsets), targets, index)
-        torch.testing.assert_close((values, out), expected)
+            program = torch.export.export(layer, arguments, dynamic_shapes=shapes).module()
+        (values, _), out = program(*arguments)
+        torch.testing.assert_close(
+            (values, out), with_a_mask(layer, history.detach(), offsets, *inputs)
+        )

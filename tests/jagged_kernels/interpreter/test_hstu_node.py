@@ -32,6 +32,7 @@ def layer_and_rows(monkeypatch):
     return make
 
 
+@torch._dynamo.config.patch(specialize_float=True)  # otherwise most graphs are traced twice
 def results(layer, x, offsets, compile=lambda layer: layer):
     """The layer's result and all gradients."""
     x = x.detach().requires_grad_()
