@@ -24,16 +24,18 @@ def test_tile_list_is_the_hosts(check_tile_list, num_segments, longest, dtype):
 GROUPS = [(2, 1), (1, 2), (3, 1), (1, 3)]
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @slow_after(
     13,
     "num_segments, longest, groups",
     [(*sizes, x) for sizes in ((1, 0), (7, 100), (40, 20), (300, 9)) for x in GROUPS],
     ids=str,
 )
-def test_tile_list_of_several_groups_is_the_hosts(check_tile_list, num_segments, longest, groups):
+def test_tile_list_of_several_groups_is_the_hosts(
+    check_tile_list, num_segments, longest, groups, masked
+):
     options = dict(groups=groups, key_tiles=groups[1] > 1)
-    for masked in (False, True):
-        check_tile_list(num_segments, longest, torch.int64, "cpu", SIZES, masked, **options)
+    check_tile_list(num_segments, longest, torch.int64, "cpu", SIZES, masked, **options)
 
 
 @pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])
