@@ -49,6 +49,11 @@ class Row:
     instead: str = ""
 
 
+def rows_of(cells: Mapping[str, Sequence[str]]) -> list[Row]:
+    """Rows that have the names of their cases, with literals."""
+    return [Row(case, case, cells=literals) for case, literals in cells.items()]
+
+
 @dataclass(frozen=True)
 class Headline:
     """A table of the record.

@@ -5,7 +5,7 @@ Dot-Product Attention (GDPA), the blog post on TLX Block Attention, and the pape
 Interaction. "Earlier": figures of peers measured on an H200 in an earlier run than the record's.
 """
 
-from headline import Column, Headline, Row
+from headline import Column, Headline, Row, rows_of
 from names import (
     DENSE,
     DENSE_FLASH,
@@ -18,11 +18,14 @@ from names import (
     UNFUSED,
 )
 
+BATCH_SIZES = "batch size, 70 candidates per user"
 FORK = "needs a forked compiler"
 JAGGED, NO_PEERS = "target attention, jagged histories, odd groups", ["", "", "", "", "–", "–"]
 NO_FLOPS = [*[""] * 7, "–"]  # FLOPs are counted for GEMMs only
 NO_CUDA = ["", "", "–"]  # of FBGEMM
 FLOORS = "forward_floor_percent/backward_floor_percent"
+MS, BOTH_MS = "forward_ms/forward_backward_ms", "forward_ms/backward_ms"
+TFLOPS = "forward_tflops/backward_tflops"
 
 HEADLINES = [
     Headline(
@@ -42,7 +45,7 @@ HEADLINES = [
             " twice, its fourth stage needs a forked compiler, and neither has a backward."
         ),
         op="linear_compress",
-        table="batch size, 70 candidates per user",
+        table=BATCH_SIZES,
         columns=[
             Column("published, H100"),
             Column("published speed-up"),
@@ -90,46 +93,36 @@ HEADLINES = [
         table="candidates per user, B=1024",
         columns=[
             Column("FBGEMM / TLX, earlier"),
-            Column("baseline", "forward_ms", implementation=INPUT_REPLICATED),
-            Column("replicated", "forward_ms", implementation="replicated"),
-            Column("padded", "forward_ms", implementation="padded"),
-            Column("portable", "forward_ms", implementation=PORTABLE),
-            Column("this project", "forward_ms", implementation=OURS),
-            Column("over the baseline", "forward_ms", implementation=OURS, over=INPUT_REPLICATED),
-            Column("over padded", "forward_ms", implementation=OURS, over="padded"),
-            Column(
-                "forward + backward over padded",
-                "forward_backward_ms",
-                implementation=OURS,
-                over="padded",
-            ),
+            Column("baseline", "forward_ms", INPUT_REPLICATED),
+            Column("replicated", "forward_ms", "replicated"),
+            Column("padded", "forward_ms", "padded"),
+            Column("portable", "forward_ms", PORTABLE),
+            Column("this project", "forward_ms", OURS),
+            Column("over the baseline", "forward_ms", OURS, over=INPUT_REPLICATED),
+            Column("over padded", "forward_ms", OURS, over="padded"),
+            Column("forward + backward over padded", "forward_backward_ms", OURS, over="padded"),
         ],
         rows=[
-            Row("B=512, 70 a user", "B=512", table="batch size, 70 candidates per user"),
-            Row(
-                "B=1024, 70 a user",
-                "B=1024",
-                table="batch size, 70 candidates per user",
-                cells=[".567 / .494"],
+            *(
+                Row(f"B={n}, 70 a user", f"B={n}", table=BATCH_SIZES, cells=cells)
+                for n, cells in {
+                    512: (),
+                    1024: [".567 / .494"],
+                    2048: ["1.198 / 1.077"],
+                    3072: ["1.822 / 1.880"],
+                }.items()
             ),
-            Row(
-                "B=2048, 70 a user",
-                "B=2048",
-                table="batch size, 70 candidates per user",
-                cells=["1.198 / 1.077"],
+            *(
+                Row(f"B=1024, {n} a user", f"{n} per user", cells=cells)
+                for n, cells in {
+                    2: (),
+                    5: (),
+                    10: [".646 / .555"],
+                    50: (),
+                    100: (),
+                    1000: [".570 / .498"],
+                }.items()
             ),
-            Row(
-                "B=3072, 70 a user",
-                "B=3072",
-                table="batch size, 70 candidates per user",
-                cells=["1.822 / 1.880"],
-            ),
-            Row("B=1024, 2 a user", "2 per user"),
-            Row("B=1024, 5 a user", "5 per user"),
-            Row("B=1024, 10 a user", "10 per user", cells=[".646 / .555"]),
-            Row("B=1024, 50 a user", "50 per user"),
-            Row("B=1024, 100 a user", "100 per user"),
-            Row("B=1024, 1000 a user", "1000 per user", cells=[".570 / .498"]),
         ],
     ),
     Headline(
@@ -208,44 +201,33 @@ HEADLINES = [
         columns=[
             Column("published TLX, H100"),
             Column("FBGEMM / TLX, earlier, H200"),
-            Column("FA2, folded", "forward_tflops", implementation="varlen_attn (FA2), folded"),
-            Column("FA4, folded", "forward_tflops", implementation="FlashAttention-4, folded"),
-            Column("cuDNN, folded", "forward_tflops", implementation="SDPA cuDNN, folded"),
-            Column("FBGEMM here", "forward_tflops", implementation="FBGEMM ikbo (Triton)"),
-            Column("portable", "forward_tflops", implementation=PORTABLE),
-            Column("this project", "forward_tflops", implementation=OURS),
-            Column("over portable", "forward_ms", implementation=OURS, over=PORTABLE),
+            Column("FA2, folded", "forward_tflops", "varlen_attn (FA2), folded"),
+            Column("FA4, folded", "forward_tflops", "FlashAttention-4, folded"),
+            Column("cuDNN, folded", "forward_tflops", "SDPA cuDNN, folded"),
+            Column("FBGEMM here", "forward_tflops", "FBGEMM ikbo (Triton)"),
+            Column("portable", "forward_tflops", PORTABLE),
+            Column("this project", "forward_tflops", OURS),
+            Column("over portable", "forward_ms", OURS, over=PORTABLE),
         ],
         rows=[
-            Row("history 512", "history 512", cells=["482 with self-attention", "391 / 536"]),
-            Row("history 1024", "history 1024", cells=["594", "415 / 558"]),
-            Row("history 2048", "history 2048", cells=["610 with self-attention", "426 / 580"]),
-            Row("history 4096", "history 4096", cells=["", "439 / 590"]),
-            Row("history 8192", "history 8192"),
-            Row("history 16384", "history 16384"),
-            Row(
-                "histories of mean 0.7 · 512, odd counts",
-                "history 204..512",
-                table=JAGGED,
-                cells=NO_PEERS,
+            *rows_of(
+                {
+                    "history 512": ["482 with self-attention", "391 / 536"],
+                    "history 1024": ["594", "415 / 558"],
+                    "history 2048": ["610 with self-attention", "426 / 580"],
+                    "history 4096": ["", "439 / 590"],
+                    "history 8192": (),
+                    "history 16384": (),
+                }
             ),
-            Row(
-                "histories of mean 0.7 · 1024, odd counts",
-                "history 409..1024",
-                table=JAGGED,
-                cells=NO_PEERS,
-            ),
-            Row(
-                "histories of mean 0.7 · 2048, odd counts",
-                "history 819..2048",
-                table=JAGGED,
-                cells=NO_PEERS,
-            ),
-            Row(
-                "histories of mean 0.7 · 4096, odd counts",
-                "history 1638..4096",
-                table=JAGGED,
-                cells=NO_PEERS,
+            *(
+                Row(
+                    f"histories of mean 0.7 · {n}, odd counts",
+                    f"history {n * 2 // 5}..{n}",
+                    table=JAGGED,
+                    cells=NO_PEERS,
+                )
+                for n in (512, 1024, 2048, 4096)
             ),
         ],
     ),
@@ -264,29 +246,23 @@ HEADLINES = [
         columns=[
             Column("FA4, earlier"),
             Column("FBGEMM sll, earlier"),
-            Column("padded plain", "forward_ms/forward_backward_ms", implementation=DENSE),
-            Column("padded flash", "forward_ms/forward_backward_ms", implementation=DENSE_FLASH),
-            Column(
-                "padded cuDNN",
-                "forward_ms/forward_backward_ms",
-                implementation="SDPA cuDNN, padded",
-            ),
-            Column(
-                "FA2 varlen", "forward_ms/forward_backward_ms", implementation="varlen_attn (FA2)"
-            ),
-            Column("FA4 here", "forward_ms/forward_backward_ms", implementation="FlashAttention-4"),
-            Column(
-                "FBGEMM sll here", "forward_ms/forward_backward_ms", implementation="FBGEMM sll"
-            ),
-            Column("portable", "forward_ms/forward_backward_ms", implementation=PORTABLE),
-            Column("this project", "forward_ms/forward_backward_ms", implementation=OURS),
+            Column("padded plain", MS, DENSE),
+            Column("padded flash", MS, DENSE_FLASH),
+            Column("padded cuDNN", MS, "SDPA cuDNN, padded"),
+            Column("FA2 varlen", MS, "varlen_attn (FA2)"),
+            Column("FA4 here", MS, "FlashAttention-4"),
+            Column("FBGEMM sll here", MS, "FBGEMM sll"),
+            Column("portable", MS, PORTABLE),
+            Column("this project", MS, OURS),
         ],
-        rows=[
-            Row("B128 N1024 H4 D64", "B128 N1024 H4 D64", cells=[".160 / .496", ".644 / 2.59"]),
-            Row("B64 N2048 H4 D64", "B64 N2048 H4 D64", cells=[".230 / .791", "1.051 / 4.25"]),
-            Row("B64 N2048 H4 D128", "B64 N2048 H4 D128", cells=[".332 / 1.318", "1.758 / 8.33"]),
-            Row("B1024 N256 H4 D128", "B1024 N256 H4 D128", cells=[".461 / 1.406", ".586 / 2.81"]),
-        ],
+        rows=rows_of(
+            {
+                "B128 N1024 H4 D64": [".160 / .496", ".644 / 2.59"],
+                "B64 N2048 H4 D64": [".230 / .791", "1.051 / 4.25"],
+                "B64 N2048 H4 D128": [".332 / 1.318", "1.758 / 8.33"],
+                "B1024 N256 H4 D128": [".461 / 1.406", ".586 / 2.81"],
+            }
+        ),
     ),
     Headline(
         key="gdpa",
@@ -312,36 +288,30 @@ HEADLINES = [
         table="GDPA (gelu_tanh)",
         columns=[
             Column("Meta's Triton, earlier, H200"),
-            Column(
-                "Meta's Triton here",
-                "forward_tflops/backward_tflops",
-                implementation="Meta gdpa (Triton)",
-            ),
-            Column(
-                "FA2, softmax",
-                "forward_tflops/backward_tflops",
-                implementation="varlen_attn (FA2), softmax",
-            ),
-            Column("portable", "forward_tflops/backward_tflops", implementation=PORTABLE),
-            Column("this project", "forward_tflops/backward_tflops", implementation=OURS),
-            Column("over portable", "forward_ms/backward_ms", implementation=OURS, over=PORTABLE),
-            Column("% of floor", FLOORS, implementation=OURS),
+            Column("Meta's Triton here", TFLOPS, "Meta gdpa (Triton)"),
+            Column("FA2, softmax", TFLOPS, "varlen_attn (FA2), softmax"),
+            Column("portable", TFLOPS, PORTABLE),
+            Column("this project", TFLOPS, OURS),
+            Column("over portable", BOTH_MS, OURS, over=PORTABLE),
+            Column("% of floor", FLOORS, OURS),
         ],
-        rows=[
-            Row("q and kv full L=2048", "q and kv full L=2048", cells=["453 / 345"]),
-            Row("q and kv full L=1024", "q and kv full L=1024", cells=["407 / 328"]),
-            Row("q and kv full L=512", "q and kv full L=512", cells=["345 / 279"]),
-            Row("q and kv full L=256", "q and kv full L=256", cells=["242 / 243"]),
-            Row("q and kv jagged L=2048", "q and kv jagged L=2048"),
-            Row("q and kv jagged L=1024", "q and kv jagged L=1024", cells=["339 / 283"]),
-            Row("q and kv jagged L=512", "q and kv jagged L=512", cells=["203 / 218"]),
-            Row("q and kv jagged L=256", "q and kv jagged L=256"),
-            Row("q jagged, kv full L=1024", "q jagged, kv full L=1024", cells=["360 / 286"]),
-            Row("q jagged, kv full L=512", "q jagged, kv full L=512", cells=["265 / 240"]),
-            Row("cross, q=512 kv=256 full", "cross, q=512 kv=256 full", cells=["241 / 268"]),
-            Row("cross, q=1024 kv=256 full", "cross, q=1024 kv=256 full"),
-            Row("cross, q=2048 kv=256 full", "cross, q=2048 kv=256 full", cells=["267 / 280"]),
-        ],
+        rows=rows_of(
+            {
+                "q and kv full L=2048": ["453 / 345"],
+                "q and kv full L=1024": ["407 / 328"],
+                "q and kv full L=512": ["345 / 279"],
+                "q and kv full L=256": ["242 / 243"],
+                "q and kv jagged L=2048": (),
+                "q and kv jagged L=1024": ["339 / 283"],
+                "q and kv jagged L=512": ["203 / 218"],
+                "q and kv jagged L=256": (),
+                "q jagged, kv full L=1024": ["360 / 286"],
+                "q jagged, kv full L=512": ["265 / 240"],
+                "cross, q=512 kv=256 full": ["241 / 268"],
+                "cross, q=1024 kv=256 full": (),
+                "cross, q=2048 kv=256 full": ["267 / 280"],
+            }
+        ),
     ),
     Headline(
         key="block_table_5",
@@ -361,7 +331,7 @@ HEADLINES = [
         columns=[
             Column("published, B200"),
             Column("published speed-up"),
-            Column("here", "forward_ms/backward_ms"),
+            Column("here", BOTH_MS),
             Column("speed-up here", "forward_speedup/backward_speedup"),
             Column("% of floor", FLOORS),
         ],
@@ -390,25 +360,27 @@ HEADLINES = [
         op="block_attention",
         table="lengths, about 400000 rows, blocks of 64",
         columns=[
-            Column("FA2", "forward_ms/backward_ms", implementation=FA2_BLOCKS),
-            Column("portable", "forward_ms/backward_ms", implementation=PORTABLE),
-            Column("this project", "forward_ms/backward_ms", implementation=OURS),
-            Column("over FA2", "forward_ms/backward_ms", implementation=OURS, over=FA2_BLOCKS),
-            Column("% of floor", FLOORS, implementation=OURS),
+            Column("FA2", BOTH_MS, FA2_BLOCKS),
+            Column("portable", BOTH_MS, PORTABLE),
+            Column("this project", BOTH_MS, OURS),
+            Column("over FA2", BOTH_MS, OURS, over=FA2_BLOCKS),
+            Column("% of floor", FLOORS, OURS),
         ],
-        rows=[
-            Row("D=128, N=2048, mean 0.3 N, B=651", "D=128, N=2048, mean 0.3 N, B=651"),
-            Row("D=128, N=2048, mean 0.5 N, B=391", "D=128, N=2048, mean 0.5 N, B=391"),
-            Row("D=128, N=2048, mean 0.7 N, B=279", "D=128, N=2048, mean 0.7 N, B=279"),
-            Row("D=128, N=2048, mean 1.0 N, B=195", "D=128, N=2048, mean 1.0 N, B=195"),
-            Row("D=128, N=512, mean 0.5 N, B=1562", "D=128, N=512, mean 0.5 N, B=1562"),
-            Row("D=128, N=1024, mean 0.5 N, B=781", "D=128, N=1024, mean 0.5 N, B=781"),
-            Row("D=128, N=4096, mean 0.5 N, B=195", "D=128, N=4096, mean 0.5 N, B=195"),
-            Row("D=128, N=7168, mean 0.5 N, B=112", "D=128, N=7168, mean 0.5 N, B=112"),
-            Row("D=64, N=512, mean 0.5 N, B=1562", "D=64, N=512, mean 0.5 N, B=1562"),
-            Row("D=64, N=2048, mean 0.5 N, B=391", "D=64, N=2048, mean 0.5 N, B=391"),
-            Row("D=64, N=7168, mean 0.5 N, B=112", "D=64, N=7168, mean 0.5 N, B=112"),
-        ],
+        rows=rows_of(
+            {
+                "D=128, N=2048, mean 0.3 N, B=651": (),
+                "D=128, N=2048, mean 0.5 N, B=391": (),
+                "D=128, N=2048, mean 0.7 N, B=279": (),
+                "D=128, N=2048, mean 1.0 N, B=195": (),
+                "D=128, N=512, mean 0.5 N, B=1562": (),
+                "D=128, N=1024, mean 0.5 N, B=781": (),
+                "D=128, N=4096, mean 0.5 N, B=195": (),
+                "D=128, N=7168, mean 0.5 N, B=112": (),
+                "D=64, N=512, mean 0.5 N, B=1562": (),
+                "D=64, N=2048, mean 0.5 N, B=391": (),
+                "D=64, N=7168, mean 0.5 N, B=112": (),
+            }
+        ),
     ),
     Headline(
         key="block_table_7",
@@ -516,15 +488,15 @@ HEADLINES = [
             Column("published: time"),
             Column("memory"),
             Column("FLOPs"),
-            Column("padded, µs here", "forward_us", implementation=PADDED),
-            Column("FBGEMM, Triton, µs", "forward_us", implementation="FBGEMM sll"),
-            Column("CUDA, µs", "forward_us", implementation="FBGEMM sll, CUDA"),
-            Column("this project, µs", "forward_us", implementation=OURS),
-            Column("here: time", "forward_ms", implementation=OURS, over=PADDED),
-            Column("forward + backward", "forward_backward_ms", implementation=OURS, over=PADDED),
-            Column("memory here", "forward_peak_bytes", implementation=OURS, over=PADDED),
-            Column("FLOPs here", "mflop", implementation=OURS, over=PADDED),
-            Column("% of floor", "forward_floor_percent", implementation=OURS),
+            Column("padded, µs here", "forward_us", PADDED),
+            Column("FBGEMM, Triton, µs", "forward_us", "FBGEMM sll"),
+            Column("CUDA, µs", "forward_us", "FBGEMM sll, CUDA"),
+            Column("this project, µs", "forward_us", OURS),
+            Column("here: time", "forward_ms", OURS, over=PADDED),
+            Column("forward + backward", "forward_backward_ms", OURS, over=PADDED),
+            Column("memory here", "forward_peak_bytes", OURS, over=PADDED),
+            Column("FLOPs here", "mflop", OURS, over=PADDED),
+            Column("% of floor", "forward_floor_percent", OURS),
         ],
         rows=[
             Row(
@@ -574,51 +546,25 @@ HEADLINES = [
         table="operators",
         columns=[
             Column("FBGEMM, Triton, earlier"),
-            Column("FBGEMM, Triton, here", "forward_us", implementation="FBGEMM sll"),
-            Column("CUDA, here", "forward_us", implementation="FBGEMM sll, CUDA"),
-            Column("padded", "forward_us", implementation=PADDED),
-            Column("this project", "forward_us", implementation=OURS),
-            Column("forward + backward", "forward_backward_us", implementation=OURS),
-            Column("% of floor", "forward_floor_percent", implementation=OURS),
+            Column("FBGEMM, Triton, here", "forward_us", "FBGEMM sll"),
+            Column("CUDA, here", "forward_us", "FBGEMM sll, CUDA"),
+            Column("padded", "forward_us", PADDED),
+            Column("this project", "forward_us", OURS),
+            Column("forward + backward", "forward_backward_us", OURS),
+            Column("% of floor", "forward_floor_percent", OURS),
         ],
-        rows=[
-            Row(
-                "jagged_dense_bmm B1024 N≤100 D64 T64",
-                "jagged_dense_bmm B1024 N≤100 D64 T64",
-                cells=["36.1"],
-            ),
-            Row(
-                "jagged_dense_bmm B1024 N≤200 D128 T128",
-                "jagged_dense_bmm B1024 N≤200 D128 T128",
-                cells=["195.8"],
-            ),
-            Row(
-                "jagged_jagged_bmm B1024 N≤100 D64 T64",
-                "jagged_jagged_bmm B1024 N≤100 D64 T64",
-                cells=["22.6"],
-            ),
-            Row(
-                "jagged_jagged_bmm B1024 N≤200 D128 T128",
-                "jagged_jagged_bmm B1024 N≤200 D128 T128",
-                cells=["201.5"],
-            ),
-            Row(
-                "jagged_jagged_bmm_jagged_out, x with itself B1024 N≤100 D1024",
-                "jagged_jagged_bmm_jagged_out, x with itself B1024 N≤100 D1024",
-                cells=["137.3", "", "–"],
-            ),
-            Row(
-                "array_jagged_bmm_jagged_out B1024 N≤100 D1024",
-                "array_jagged_bmm_jagged_out B1024 N≤100 D1024",
-                cells=["289.8", "", "–"],
-            ),
-            Row("jagged_softmax B1024 N≤100 H64", "jagged_softmax B1024 N≤100 H64", cells=["78.0"]),
-            Row(
-                "jagged2_softmax B1024 N≤100",
-                "jagged2_softmax B1024 N≤100",
-                cells=["72.9", "", "–"],
-            ),
-        ],
+        rows=rows_of(
+            {
+                "jagged_dense_bmm B1024 N≤100 D64 T64": ["36.1"],
+                "jagged_dense_bmm B1024 N≤200 D128 T128": ["195.8"],
+                "jagged_jagged_bmm B1024 N≤100 D64 T64": ["22.6"],
+                "jagged_jagged_bmm B1024 N≤200 D128 T128": ["201.5"],
+                "jagged_jagged_bmm_jagged_out, x with itself B1024 N≤100 D1024": ["137.3", "", "–"],
+                "array_jagged_bmm_jagged_out B1024 N≤100 D1024": ["289.8", "", "–"],
+                "jagged_softmax B1024 N≤100 H64": ["78.0"],
+                "jagged2_softmax B1024 N≤100": ["72.9", "", "–"],
+            }
+        ),
     ),
     Headline(
         key="jagged_fig_2",
@@ -632,31 +578,14 @@ HEADLINES = [
         op="attention",
         table="ladder: dense, jagged, each unfused and fused",
         columns=[
-            Column("jagged: faster than dense", "forward_ms", implementation=UNFUSED, over=DENSE),
-            Column(
-                "jagged flash: faster than dense", "forward_ms", implementation=OURS, over=DENSE
-            ),
-            Column("than dense flash", "forward_ms", implementation=OURS, over=DENSE_FLASH),
-            Column(
-                "jagged: less memory than dense",
-                "forward_peak_bytes",
-                implementation=UNFUSED,
-                over=DENSE,
-            ),
-            Column(
-                "jagged flash: less than dense",
-                "forward_peak_bytes",
-                implementation=OURS,
-                over=DENSE,
-            ),
-            Column(
-                "than dense flash, memory",
-                "forward_peak_bytes",
-                implementation=OURS,
-                over=DENSE_FLASH,
-            ),
-            Column("dense, ms", "forward_ms", implementation=DENSE),
-            Column("this project, ms", "forward_ms", implementation=OURS),
+            Column("jagged: faster than dense", "forward_ms", UNFUSED, over=DENSE),
+            Column("jagged flash: faster than dense", "forward_ms", OURS, over=DENSE),
+            Column("than dense flash", "forward_ms", OURS, over=DENSE_FLASH),
+            Column("jagged: less memory than dense", "forward_peak_bytes", UNFUSED, over=DENSE),
+            Column("jagged flash: less than dense", "forward_peak_bytes", OURS, over=DENSE),
+            Column("than dense flash, memory", "forward_peak_bytes", OURS, over=DENSE_FLASH),
+            Column("dense, ms", "forward_ms", DENSE),
+            Column("this project, ms", "forward_ms", OURS),
         ],
         rows=[
             Row("published, up to", cells=["2", "9", "3", "3.5", "22", "2.1 (53 % less)"]),
