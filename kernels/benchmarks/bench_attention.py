@@ -523,6 +523,7 @@ def many_candidates(device: str, dtype: torch.dtype) -> list[Case]:
     """10,000 candidates of 1 to 1,000 users and 30,000 of 3, of 1 to 64 query rows. Histories are
     short, so that their copies for all candidates fit."""
     groups, rows = ((1000, 10), (100, 100), (10, 1000), (1, 10_000), (3, 10_000)), (1, 8, 64)
+    sizes = dict(num_heads=2, head_dim=64)
     return [
         Case(
             "target attention, many candidates",
@@ -531,12 +532,10 @@ def many_candidates(device: str, dtype: torch.dtype) -> list[Case]:
                 target_attention,
                 device,
                 dtype,
-                torch.full((count,), ratio),
-                torch.full((count,), 128),
+                *torch.tensor([[ratio], [128]]).expand(-1, count),
                 queries,
-                num_heads=2,
-                head_dim=64,
-            ),
+                **sizes,
+            ),  # fmt: skip
         )
         for queries in rows
         for count, ratio in groups
@@ -548,122 +547,59 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
     fp32. ``tiny``: everything, small."""
     sizes = TINY if tiny else FULL
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    cases = []
-    if device == "cpu":
-        for batch, longest, heads, dim in sizes.cpu_shapes:
-            setup = partial(
-                self_attention,
-                device,
-                dtype,
-                uniform_lengths(batch, 1, longest),
-                heads,
-                dim,
-                cpu_table=True,
-            )
-            cases.append(
-                Case(
-                    "jagged self-attention, padding included",
-                    f"B{batch} N{longest} H{heads} D{dim}",
-                    setup,
-                )
-            )
-        if not tiny:
-            return cases
+    num_users, per_row = sizes.num_users, (sizes.num_queries, sizes.num_heads, sizes.head_dim)
 
-    for batch, longest, heads, dim in sizes.self_shapes:
-        setup = partial(
-            self_attention, device, dtype, uniform_lengths(batch, 1, longest), heads, dim
-        )
-        cases.append(Case("jagged self-attention", f"B{batch} N{longest} H{heads} D{dim}", setup))
+    def of_self(shapes, **options):
+        for batch, longest, heads, dim in shapes:
+            given = device, dtype, uniform_lengths(batch, 1, longest), heads, dim
+            name = f"B{batch} N{longest} H{heads} D{dim}"
+            yield name, partial(self_attention, *given, **options)
 
     def target(counts: Tensor, histories: Tensor):
-        return partial(
-            target_attention,
-            device,
-            dtype,
-            counts,
-            histories,
-            sizes.num_queries,
-            sizes.num_heads,
-            sizes.head_dim,
-        )
+        return partial(target_attention, device, dtype, counts, histories, *per_row)
 
-    def equal_groups(num_candidates: int) -> Tensor:
-        return torch.full((sizes.num_users,), num_candidates // sizes.num_users)
+    def equal_groups(num_candidates: int, history: int):
+        counts = torch.full((num_users,), num_candidates // num_users)
+        return target(counts, torch.full((num_users,), history))
 
-    for history in sizes.histories:
-        setup = target(equal_groups(sizes.num_candidates), torch.full((sizes.num_users,), history))
-        cases.append(Case("target attention", f"history {history}", setup))
-    for history in sizes.long_histories:
-        setup = target(equal_groups(sizes.num_candidates), torch.full((sizes.num_users,), history))
-        setup = partial(
-            keep_implementations,
-            setup,
-            (OURS, "varlen_attn", "SDPA cuDNN, folded", "Flash", peers.IKBO),
-        )
+    cases = []
+    if device == "cpu":
+        table = "jagged self-attention, padding included"
+        cases += [Case(table, *x) for x in of_self(sizes.cpu_shapes, cpu_table=True)]
+        if not tiny:
+            return cases
+    cases += [Case("jagged self-attention", *x) for x in of_self(sizes.self_shapes)]
+    for history in sizes.histories + sizes.long_histories:
+        setup = equal_groups(sizes.num_candidates, history)
+        if history in sizes.long_histories:
+            kept = OURS, "varlen_attn", "SDPA cuDNN, folded", "Flash", peers.IKBO
+            setup = partial(keep_implementations, setup, kept)
         cases.append(Case("target attention", f"history {history}", setup))
     for history in sizes.histories:
-        lengths = uniform_lengths(sizes.num_users, int(0.4 * history), history)  # mean/max 0.7
-        setup = target(odd_counts(sizes.num_candidates, sizes.num_users), lengths)
-        cases.append(
-            Case(
-                "target attention, jagged histories, odd groups",
-                f"history {int(0.4 * history)}..{history}",
-                setup,
-            )
-        )
+        least = int(0.4 * history)  # mean/max 0.7
+        lengths = uniform_lengths(num_users, least, history)
+        setup = target(odd_counts(sizes.num_candidates, num_users), lengths)
+        table = "target attention, jagged histories, odd groups"
+        cases.append(Case(table, f"history {least}..{history}", setup))
     for history in sizes.histories[:3]:
-        lengths, candidates = (
-            uniform_lengths(sizes.num_users, 1, history),
-            sizes.num_candidates // 4,
-        )
-        shape = (
-            odd_counts(candidates, sizes.num_users),
-            lengths,
-            sizes.num_queries,
-            sizes.num_heads,
-            sizes.head_dim,
-        )
-        setup = partial(self_and_target_attention, device, dtype, *shape)
-        cases.append(
-            Case(
-                "self and target attention in one launch",
-                f"history 1..{history}, {candidates} candidates",
-                setup,
-            )
-        )
+        lengths, candidates = uniform_lengths(num_users, 1, history), sizes.num_candidates // 4
+        given = device, dtype, odd_counts(candidates, num_users), lengths, *per_row
+        table = "self and target attention in one launch"
+        name = f"history 1..{history}, {candidates} candidates"
+        cases.append(Case(table, name, partial(self_and_target_attention, *given)))
     if not tiny:
         cases += many_candidates(device, dtype)
+    without = dict(without=(PORTABLE,))
     for candidates in sizes.sweep:
-        setup = target(
-            equal_groups(candidates), torch.full((sizes.num_users,), sizes.sweep_history)
-        )
-        setup = partial(
-            keep_implementations, setup, (OURS, "replicate + SDPA"), without=(PORTABLE,)
-        )
-        cases.append(
-            Case(
-                "target attention, memory of a training step",
-                f"{candidates} candidates",
-                setup,
-                timed=False,
-            )
-        )
-    for batch, longest, heads, dim in sizes.ladder:
-        setup = partial(
-            self_attention, device, dtype, uniform_lengths(batch, 1, longest), heads, dim
-        )
-        setup = partial(
-            keep_implementations, setup, (DENSE, UNFUSED, DENSE_FLASH, OURS), without=(PORTABLE,)
-        )
-        cases.append(
-            Case(
-                "ladder: dense, jagged, each unfused and fused",
-                f"B{batch} N{longest} H{heads} D{dim}",
-                setup,
-                picture="ms",
-            )
-        )
+        setup = equal_groups(candidates, sizes.sweep_history)
+        setup = partial(keep_implementations, setup, (OURS, "replicate + SDPA"), **without)
+        table = "target attention, memory of a training step"
+        cases.append(Case(table, f"{candidates} candidates", setup, timed=False))
+    for name, setup in of_self(sizes.ladder):
+        kept = DENSE, UNFUSED, DENSE_FLASH, OURS
+        setup = partial(keep_implementations, setup, kept, **without)
+        table = "ladder: dense, jagged, each unfused and fused"
+        cases.append(Case(table, name, setup, picture="ms"))
     return cases
 
 
