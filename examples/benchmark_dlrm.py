@@ -48,6 +48,7 @@ from step_profile import STAGES, profile_steps
 from torch import nn
 from torch.nn import functional
 from torch.profiler import record_function
+from torch.utils.flop_counter import FlopCounterMode
 from torchrec.modules.fused_embedding_modules import fuse_embedding_optimizer
 from training import (
     HelpFormatter,
@@ -61,6 +62,7 @@ from training import (
 )
 
 import jagged_modules as jm
+import jagged_modules.flops  # noqa: F401  (counts our operators)
 
 MODELS = {
     "jagged": (JAGGED, False),
@@ -458,59 +460,15 @@ def in_range(name: str, function: Callable) -> Callable:
 
 
 def layer_flops(model: RankingModel, batch: RankingBatch) -> dict[str, int]:
-    """FLOPs of the forward of each layer, on the rows that exist. A GEMM of [m, k] and [k, n] has 2
-    m k n. None of a published model."""
-    head, config = model.head, model.head.config
-    if not isinstance(head, RankingHead):
+    """FLOPs of the forward of each layer of our model, on the rows that exist. None of a published
+    model."""
+    if not isinstance(model.head, RankingHead):
         return {}
-    past, stream, targets = (
-        batch.ids[key].lengths().long().cpu()
-        for key in ("history_item", "stream_item", "target_item")
-    )
-    dim, users = config.embedding_dim, len(past)
-    num_users = len(batch.users.keys()) + config.num_seeds * (head.stream is not None)
-    num_candidates = 2 + len(batch.items.keys())
-    full, rest = stream // config.block_size, stream % config.block_size
-    in_blocks = (full * config.block_size**2 + rest**2).sum()  # pairs of events in the same block
-
-    def projections(rows: Any, count: int) -> Any:  # of E to E
-        return 2 * rows * dim * dim * count
-
-    def attention(pairs: Any) -> Any:  # q kᵀ and weights · v
-        return 4 * pairs * dim
-
-    flops = {
-        "interaction": (
-            projections(targets.sum() + past.sum(), 2) + attention((targets * past).sum())
-        ),
-        "gdpa": config.num_layers * (projections(past.sum(), 4) + attention((past**2).sum())),
-        "interformer": interformer_flops(past, num_users, dim),
-        "compress": (
-            2 * config.num_compressed * dim * (users * num_users + targets.sum() * num_candidates)
-        ),
-        "stream": (
-            projections(stream.sum(), 6)
-            + attention(in_blocks + config.num_seeds * stream.sum())
-            + projections(users * config.num_seeds, 1)
-        ),
-    }
-    return {name: int(count) for name, count in flops.items() if getattr(head, name) is not None}
-
-
-def interformer_flops(past: torch.Tensor, num_users: int, dim: int) -> Any:
-    """Of one layer with the default options, for histories of these lengths."""
-    options, users = jm.InterFormerConfig(), len(past)
-    rows, pooled = past + options.num_cls, options.num_pma
-    vectors = options.num_cls + pooled + options.num_recent  # of the history's summary
-    inputs, weights = num_users + vectors, dim
-    # projections of E to E: of events, by attention, pooling and the feed-forward; of users, by
-    # their outputs, the weights' keys and values, and the gates
-    projected = 8 * rows.sum() + users * (pooled + 2 * weights + 2 * (options.num_cls + vectors))
-    pairs = (rows**2).sum() + rows.sum() * (weights + pooled)
-    compressed = num_users * options.num_cls + options.num_cls * weights
-    compressed += inputs * (2 * options.rank + num_users)  # with inner products
-    mlp = 2 * dim * (inputs * options.rank + num_users * dim)
-    return 2 * projected * dim**2 + 4 * pairs * dim + 2 * users * (compressed * dim + mlp)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(batch)
+    counts = counter.get_flop_counts()
+    layers = [name for name in ("interaction", *PARTS) if getattr(model.head, name) is not None]
+    return {name: sum(counts[f"RankingModel.head.{name}"].values()) for name in layers}
 
 
 def captured_inputs(step: Step, batch: RankingBatch, names: Iterable[str]) -> dict[str, tuple]:
@@ -601,7 +559,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     lengths = length_statistics(batches)
     batches = [batch.to(device) for batch in batches]
     torch.manual_seed(options.seed)
-    initial, steps = make_model("jagged", tables, options).state_dict(), {}
+    model, steps = make_model("jagged", tables, options), {}
+    initial, flops = model.state_dict(), layer_flops(model, batches[0])
     for name in options.models:
         begin = time.perf_counter()
         steps[name] = Step(name, tables, options, initial)
@@ -616,7 +575,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     dtype = torch.bfloat16 if device.type == "cuda" and not options.fp32 else torch.float32
     peak, samples = peak_flops(device, dtype), sum(map(len, batches)) / len(batches)
-    flops = layer_flops(next(iter(steps.values())).model, batches[0])
     results = {}
     for name, step in steps.items():
         times = time_layers(step, batches[0], flops, device)
@@ -649,9 +607,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "settings": settings | {"device": str(device)},
         "lengths": lengths,
         "samples_per_step": samples,
-        "head_parameters": sum(
-            parameter.numel() for parameter in next(iter(steps.values())).model.head.parameters()
-        ),
+        "head_parameters": sum(parameter.numel() for parameter in model.head.parameters()),
         "gemm_tflops": peak / 1e12,
         "forward_gflops": {name: count / 1e9 for name, count in flops.items()},
         "results": results,

@@ -72,18 +72,29 @@ def test_flops_are_those_that_torch_counts_when_nothing_is_padded(layers):
     lengths = ["--history", "20", "20", "--stream", "48", "48", "--candidates", "6", "6"]
     options = bench.parse_arguments([*TINY, *lengths, "--num-layers", layers])
     tables, (batch, *_) = bench.random_batches(options)
-    model = RankingModel(tables, bench.make_config(options), PADDED)
+    config = bench.make_config(options)
+    model = RankingModel(tables, config, PADDED)
     with (
         FlopCounterMode(display=False) as counter,
         torch.no_grad(),
         torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
     ):
-        model(batch)  # layers by hand: torch does not know the FLOPs of ours
+        model(batch)
     counted = {
         name: sum(counter.get_flop_counts()[f"RankingModel.head.{name}"].values())
         for name in [*PARTS, "interaction"]
     }
-    assert bench.layer_flops(model, batch) == counted
+    assert bench.layer_flops(RankingModel(tables, config), batch) == counted
+
+
+def test_flops_are_those_of_the_rows_that_exist():
+    options = bench.parse_arguments(TINY)
+    tables, (batch, *_) = bench.random_batches(options)
+    flops, dim = bench.layer_flops(bench.make_model("jagged", tables, options), batch), 16
+    past, targets = (batch.ids[x].lengths().long() for x in ("history_item", "target_item"))
+    projected = 4 * dim**2 * (targets.sum() + past.sum())
+    assert flops["interaction"] == projected + 4 * dim * (targets * past).sum()
+    assert flops["gdpa"] == 8 * dim**2 * past.sum() + 4 * dim * past.square().sum()
 
 
 def test_claims_compare_the_fastest_of_each_kind():
