@@ -9,12 +9,14 @@ from functools import cached_property, partial
 import peers
 import torch
 from inputs import (
-    ATTAINABLE,
-    BACKWARD_FLOPS,
+    attention_setup,
+    by_rows,
+    exact,
     leaves,
+    named,
     offsets_of,
     our_kernels,
-    pad,
+    padded_form,
     plain_attention,
     random_tensors,
     sample_segments,
@@ -22,7 +24,7 @@ from inputs import (
     varlen_attention,
 )
 from names import FA2
-from runner import Implementation, Setup, device_name
+from runner import Implementation, Setup
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
@@ -100,36 +102,22 @@ class Problem:
     ) -> Setup:
         q_bytes, kv_bytes = (self.inputs[name].numel() * self.dtype.itemsize for name in ("q", "k"))
         flops = 4.0 * self.attention.num_heads * self.attention.head_dim * self.attention.pairs
-        return Setup(
+        return attention_setup(
             implementations,
             self.reference,
             self.dtype,
-            flops=flops,
-            backward_flops=BACKWARD_FLOPS * flops,
+            self.device,
+            flops,
             bytes=2.0 * q_bytes + 2.0 * kv_bytes,
             backward_bytes=3.0 * q_bytes + 4.0 * kv_bytes,
-            attainable=ATTAINABLE.get(device_name(self.device)),
             baseline=baseline,
         )
 
     def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        results = {}
-        for b in self.q_rows:
-            rows = {"q": self.q_rows[b], "k": self.kv_rows[b], "v": self.kv_rows[b]}
-            sample = {
-                name: x.detach()[rows[name]].to(dtype).requires_grad_()
-                for name, x in self.inputs.items()
-            }
-            out = self.attention.plain(*(x.transpose(0, 1) for x in sample.values())).transpose(
-                0, 1
-            )
-            gradients = torch.autograd.grad(
-                out, tuple(sample.values()), self.grad[rows["q"]].to(dtype)
-            )
-            results |= {
-                f"{name}/{b}": x
-                for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))
-            }
+        results, (q, k, v) = {}, self.inputs.values()
+        for b, rows in self.q_rows.items():
+            qkv = q[rows], *(x[self.kv_rows[b]] for x in (k, v))
+            results |= named(b, exact(by_rows(self.attention.plain), qkv, self.grad[rows], dtype))
         return results
 
     def implementation(
@@ -227,7 +215,6 @@ class Problem:
             (torch.arange(int(x.max())) < x[:, None]).to(self.device)
             for x in self.attention.lengths
         )
-        valid = {"q": q_valid, "k": kv_valid, "v": kv_valid}
         if self.attention.activation != "softmax":
             forward = self.attention.plain
         elif self.attention.causal or bool(kv_valid.all()):
@@ -236,10 +223,6 @@ class Problem:
             forward = partial(scaled_dot_product_attention, attn_mask=kv_valid[:, None, None, :])
         return self.implementation(
             lambda q, k, v: forward(q, k, v),
-            leaves(
-                **{name: pad(x, valid[name]).transpose(1, 2) for name, x in self.inputs.items()}
-            ),
-            pad(self.grad, q_valid).transpose(1, 2).contiguous(),
-            lambda x, b, rows: x[b, :, : rows.stop - rows.start].transpose(0, 1),
+            *padded_form(self.inputs, self.grad, q_valid, kv_valid),
             note="padded inputs",
         )

@@ -21,9 +21,11 @@ from functools import partial
 import peers
 import torch
 from inputs import (
-    ATTAINABLE,
-    BACKWARD_FLOPS,
+    attention_setup,
+    by_rows,
+    exact,
     leaves,
+    named,
     offsets_of,
     our_implementations,
     our_kernels,
@@ -36,7 +38,7 @@ from inputs import (
     varlen_attention,
 )
 from names import DENSE, DENSE_FLASH, FA2, OURS, PORTABLE, UNFUSED
-from runner import Case, Implementation, Setup, device_name, main
+from runner import Case, Implementation, Setup, main
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -51,35 +53,9 @@ def reference(samples: dict, dtype: torch.dtype) -> dict[str, Tensor]:
     """Output and gradients of sampled segments: ``samples[part]`` holds their q, k, v and output
     gradient, each ``[N, H, D]``."""
     results = {}
-    for part, tensors in samples.items():
-        *qkv, grad = (x.detach().to(dtype) for x in tensors)
-        qkv = [x.requires_grad_() for x in qkv]
-        out = plain_attention(*(x.transpose(0, 1) for x in qkv)).transpose(0, 1)
-        gradients = torch.autograd.grad(out, qkv, grad)
-        results |= {
-            f"{name}/{part}": x
-            for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))
-        }
+    for part, (*qkv, grad) in samples.items():
+        results |= named(part, exact(by_rows(plain_attention), qkv, grad, dtype))
     return results
-
-
-def setup_of(
-    implementations: dict[str, Callable[[], Implementation]],
-    samples: dict,
-    dtype: torch.dtype,
-    device: str,
-    flops: float,
-) -> Setup:
-    attainable = ATTAINABLE.get(device_name(device))
-    backward_flops = BACKWARD_FLOPS * flops
-    return Setup(
-        implementations,
-        partial(reference, samples),
-        dtype,
-        flops=flops,
-        backward_flops=backward_flops,
-        attainable=attainable,
-    )
 
 
 def sdpa(
@@ -216,7 +192,7 @@ def self_attention(
     flops = 4.0 * num_heads * head_dim * float(lengths.double().square().sum())
     implementations = our_implementations(device, head_dim, ours) | others
     samples = {b: (q[rows], k[rows], v[rows], grad[rows]) for b, rows in parts.items()}
-    return setup_of(implementations, samples, dtype, device, flops)
+    return attention_setup(implementations, partial(reference, samples), dtype, device, flops)
 
 
 # -- target attention ------------------------------------------------------------------------------
@@ -362,7 +338,7 @@ def target_attention(
         )
         for u in users
     }
-    return setup_of(implementations, samples, dtype, device, flops)
+    return attention_setup(implementations, partial(reference, samples), dtype, device, flops)
 
 
 def self_and_target_attention(
@@ -445,7 +421,7 @@ def self_and_target_attention(
     }
     samples = sample(both) | {part: x for kind in both for part, x in sample((kind,)).items()}
     flops = 4.0 * num_heads * head_dim * float((sum(lengths.values()) * histories).sum())
-    return setup_of(implementations, samples, dtype, device, flops)
+    return attention_setup(implementations, partial(reference, samples), dtype, device, flops)
 
 
 # -- cases -----------------------------------------------------------------------------------------

@@ -24,18 +24,21 @@ from functools import partial
 
 import torch
 from inputs import (
-    ATTAINABLE,
-    BACKWARD_FLOPS,
+    attention_setup,
+    by_rows,
+    exact,
     leaves,
+    named,
     offsets_of,
     pad,
+    padded_form,
     random_tensors,
     sample_segments,
     timed_schedule,
     uniform_lengths,
 )
 from names import OURS
-from runner import Case, Implementation, Setup, device_name, main
+from runner import Case, Implementation, Setup, main
 from torch import Tensor
 
 import jagged_modules as jm
@@ -163,15 +166,8 @@ class Problem:
 
     def setup(self, implementations: dict[str, Callable[[], Implementation]]) -> Setup:
         flops = 4.0 * self.grad[0].numel() * int((self.lengths * (self.lengths + 1) // 2).sum())
-        return Setup(
-            implementations,
-            self.reference,
-            self.dtype,
-            flops=flops,
-            backward_flops=BACKWARD_FLOPS * flops,
-            attainable=ATTAINABLE.get(device_name(self.device)),
-            baseline=OURS,
-        )
+        given = implementations, self.reference, self.dtype, self.device, flops
+        return attention_setup(*given, baseline=OURS)
 
     def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """With no table, with one and with both. Tables stay in fp32 if ``dtype`` is shorter."""
@@ -190,25 +186,15 @@ class Problem:
             sums = {name: torch.zeros_like(x) for name, x in tables.items()}
             for b in range(len(self.lengths)) if names else self.samples:
                 rows, n = self.rows[b], int(self.lengths[b])
-                sample = {
-                    name: x.detach()[rows].to(dtype).requires_grad_()
-                    for name, x in self.inputs.items()
-                }
                 bias = self.bias(
                     self.index[:n, :n], self.next_timestamps[rows], self.timestamps[rows], **tables
                 )
-                out = self.function.plain(
-                    *(x.transpose(0, 1) for x in sample.values()), bias, self.hidden[:n, :n]
-                ).transpose(0, 1)
-                gradients = torch.autograd.grad(
-                    out, (*sample.values(), *tables.values()), self.grad[rows].to(dtype)
-                )
+                forward = by_rows(self.function.plain, bias, self.hidden[:n, :n])
+                qkv = (x[rows] for x in self.inputs.values())
+                found = exact(forward, qkv, self.grad[rows], dtype, tables.values())
                 if b in self.samples:
-                    results |= {
-                        f"{name}/{part} {b}": x
-                        for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))
-                    }
-                for name, gradient in zip(tables, gradients[len(sample) :]):
+                    results |= named(f"{part} {b}", found)
+                for name, gradient in zip(tables, found[4:]):
                     sums[name] += gradient
             results |= {f"d{name}/{part}": x for name, x in sums.items()}
         return results
@@ -278,9 +264,7 @@ class Problem:
         return self.implementation(
             tables,
             lambda **inputs: forward(**inputs, **options),
-            leaves(**{name: pad(x, self.valid).transpose(1, 2) for name, x in self.inputs.items()}),
-            pad(self.grad, self.valid).transpose(1, 2).contiguous(),
-            lambda x, b, rows: x[b, :, : rows.stop - rows.start].transpose(0, 1),
+            *padded_form(self.inputs, self.grad, self.valid, self.valid),
             note="padded inputs, compiled" if self.device == "cuda" else "padded inputs",
         )
 

@@ -20,9 +20,11 @@ from functools import partial
 import torch
 import torch._functorch.config
 from inputs import (
-    ATTAINABLE,
-    BACKWARD_FLOPS,
+    attention_setup,
+    by_rows,
+    exact,
     leaves,
+    named,
     offsets_of,
     our_kernels,
     plain_attention,
@@ -33,7 +35,7 @@ from inputs import (
 )
 from names import FA2_BLOCKS as FA2
 from names import OURS, PRECISE
-from runner import Case, Implementation, Setup, device_name, main
+from runner import Case, Implementation, Setup, main
 from torch import Tensor
 
 import jagged_modules as jm
@@ -117,42 +119,30 @@ class Problem:
         self, implementations: dict[str, Callable[[], Implementation]], baseline: str
     ) -> Setup:
         flops = 4.0 * self.grad[0].numel() * float(self.blocks.diff().double().square().sum())
-        return Setup(
+        return attention_setup(
             implementations,
             self.reference,
             self.dtype,
-            flops=flops,
-            backward_flops=BACKWARD_FLOPS * flops,
+            self.device,
+            flops,
             bytes=4 * self.grad.nbytes,
             backward_bytes=7 * self.grad.nbytes,
-            attainable=ATTAINABLE.get(device_name(self.device)),
             baseline=baseline,
         )
 
     def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        results = []
-        for rows in self.rows:
-            sample = [x.detach()[rows].to(dtype).requires_grad_() for x in self.inputs.values()]
-            positions = torch.arange(len(sample[0]), device=self.device)
-            blocks = zip(
-                *(
-                    x.split(self.block_size)
-                    for x in self.rotated(rotate_all, self.tables(positions), *sample)
-                )
-            )
-            out = torch.cat(
-                [
-                    plain_attention(*(x.transpose(0, 1) for x in block)).transpose(0, 1)
-                    for block in blocks
-                ]
-            )
-            results.append(
-                (out.detach(), *torch.autograd.grad(out, sample, self.grad[rows].to(dtype)))
-            )
-        return {
-            f"{name}/sampled": torch.cat(parts)
-            for name, parts in zip(("out", "dq", "dk", "dv"), zip(*results))
-        }
+        def in_blocks(*qkv):
+            positions = torch.arange(len(qkv[0]), device=self.device)
+            rotated = self.rotated(rotate_all, self.tables(positions), *qkv)
+            blocks = zip(*(x.split(self.block_size) for x in rotated))
+            return torch.cat([by_rows(plain_attention)(*block) for block in blocks])
+
+        inputs = self.inputs.values()
+        results = (
+            exact(in_blocks, (x[rows] for x in inputs), self.grad[rows], dtype)
+            for rows in self.rows
+        )
+        return named("sampled", map(torch.cat, zip(*results)))
 
     def tables(self, positions: Tensor) -> tuple[Tensor, ...]:
         return (

@@ -20,12 +20,14 @@ from functools import cached_property, partial
 import peers
 import torch
 from inputs import (
-    ATTAINABLE,
-    BACKWARD_FLOPS,
+    attention_setup,
+    by_rows,
+    exact,
     leaves,
+    named,
     offsets_of,
     our_kernels,
-    pad,
+    padded_form,
     random_tensors,
     sample_segments,
     timed_schedule,
@@ -33,7 +35,7 @@ from inputs import (
     varlen_attention,
 )
 from names import OURS
-from runner import Case, Implementation, Setup, device_name, main
+from runner import Case, Implementation, Setup, main
 from torch import Tensor
 
 import jagged_modules as jm
@@ -136,39 +138,21 @@ class Problem:
         q_lengths, kv_lengths = self.lengths
         pairs = int((q_lengths * kv_lengths).sum() if self.mask is None else self.keep.sum())
         flops = 4.0 * self.inputs["q"].shape[1:].numel() * pairs
-        return Setup(
-            implementations,
-            partial(self.reference, functions),
-            self.dtype,
-            flops=flops,
-            backward_flops=BACKWARD_FLOPS * flops,
-            attainable=ATTAINABLE.get(device_name(self.device)),
-        )
+        reference = partial(self.reference, functions)
+        return attention_setup(implementations, reference, self.dtype, self.device, flops)
 
     def reference(self, functions: tuple[Function, ...], dtype: torch.dtype) -> dict[str, Tensor]:
-        results = {}
+        results, (q, k, v) = {}, self.inputs.values()
         q_lengths, kv_lengths = self.lengths
         for function in functions:
             for b in self.samples:
-                rows = {"q": self.q_rows[b], "k": self.kv_rows[b], "v": self.kv_rows[b]}
-                sample = {
-                    name: x.detach()[rows[name]].to(dtype).requires_grad_()
-                    for name, x in self.inputs.items()
-                }
+                rows, kv_rows = self.q_rows[b], self.kv_rows[b]
                 hidden = (
                     None if self.mask is None else ~self.keep[b, : q_lengths[b], : kv_lengths[b]]
                 )
-                out = function.plain(
-                    *(x.transpose(0, 1) for x in sample.values()), hidden
-                ).transpose(0, 1)
-                gradients = torch.autograd.grad(
-                    out, tuple(sample.values()), self.grad[rows["q"]].to(dtype)
-                )
-                part = f"{function.activation} {b}"
-                results |= {
-                    f"{name}/{part}": x
-                    for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))
-                }
+                given = (q[rows], k[kv_rows], v[kv_rows]), self.grad[rows], dtype
+                found = exact(by_rows(function.plain, hidden), *given)
+                results |= named(f"{function.activation} {b}", found)
         return results
 
     def implementation(
@@ -233,17 +217,13 @@ class Problem:
             (torch.arange(n) < x[:, None]).to(self.device)
             for n, x in zip((self.max_q, self.max_kv), self.lengths)
         )
-        valid = {"q": q_valid, "k": kv_valid, "v": kv_valid}
-        dense = leaves(
-            **{name: pad(x, valid[name]).transpose(1, 2) for name, x in self.inputs.items()}
-        )
+        dense, *others = padded_form(self.inputs, self.grad, q_valid, kv_valid)
         masked = {} if self.mask is None else {"hidden": ~self.keep[:, None]}
         return self.implementation(
             function,
             function.plain,
             dense | masked,
-            pad(self.grad, q_valid).transpose(1, 2).contiguous(),
-            lambda x, b, rows: x[b, :, : rows.stop - rows.start].transpose(0, 1),
+            *others,
             note="padded inputs" + (", mask made beforehand" if masked else ""),
         )
 
@@ -356,24 +336,13 @@ def shared_operand(
 
     def plain(q, k, v):
         if not pma:
-            return GELU.plain(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
+            return by_rows(GELU.plain)(q, k, v)
         seeds = q.expand(num_segments, *shared).unbind()
         segments = zip(seeds, *(x.split(lengths.tolist()) for x in (k, v)))
-        return torch.cat(
-            [
-                GELU.plain(*(x.transpose(0, 1) for x in segment)).transpose(0, 1)
-                for segment in segments
-            ]
-        )
+        return torch.cat([by_rows(GELU.plain)(*segment) for segment in segments])
 
     def reference(dtype: torch.dtype) -> dict[str, Tensor]:
-        sample = [x.detach().to(dtype).requires_grad_() for x in inputs.values()]
-        out = plain(*sample)
-        gradients = torch.autograd.grad(out, sample, grad.to(dtype))
-        return {
-            f"{name}/all": x
-            for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))
-        }
+        return named("all", exact(plain, inputs.values(), grad, dtype))
 
     if pma:
         ours = implementation(
@@ -389,9 +358,7 @@ def shared_operand(
     if not pma:
         implementations["bmm + gelu_tanh + bmm"] = implementation(plain)
     flops = 4.0 * num_heads * head_dim * num_shared * total
-    return Setup(
-        implementations, reference, dtype, flops=flops, backward_flops=BACKWARD_FLOPS * flops
-    )
+    return attention_setup(implementations, reference, dtype, device, flops, attainable=None)
 
 
 # -- cases -----------------------------------------------------------------------------------------

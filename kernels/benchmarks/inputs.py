@@ -3,12 +3,13 @@ plain torch and FlashAttention-2."""
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from names import NO_WORKSPACE, OURS, PORTABLE
-from runner import Implementation, host_median_ms
+from runner import Implementation, Setup, device_name, host_median_ms
 from torch import Tensor
 
 import jagged_modules as jm
@@ -66,7 +67,59 @@ def pad(values: Tensor, valid: Tensor) -> Tensor:
     return padded
 
 
+# -- the definition --------------------------------------------------------------------------------
+
+
+def by_rows(attention: Callable[..., Tensor], *others: object) -> Callable[..., Tensor]:
+    """An attention on ``[H, N, D]`` as one on ``[N, H, D]``. others: its further arguments."""
+    return lambda *qkv: attention(*(x.transpose(0, 1) for x in qkv), *others).transpose(0, 1)
+
+
+def exact(
+    attention: Callable[..., Tensor],
+    qkv: Iterable[Tensor],
+    grad: Tensor,
+    dtype: torch.dtype,
+    others: Iterable[Tensor] = (),
+) -> tuple[Tensor, ...]:
+    """Output, and the gradients of q, k, v and other leaves."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in qkv]
+    out = attention(*inputs)
+    return out.detach(), *torch.autograd.grad(out, (*inputs, *others), grad.to(dtype))
+
+
+def named(part: object, results: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Output and gradients of q, k and v, as a reference names them."""
+    return {f"{name}/{part}": x for name, x in zip(("out", "dq", "dk", "dv"), results)}
+
+
+def attention_setup(
+    implementations: dict[str, Callable[[], Implementation]],
+    reference: Callable[[torch.dtype], dict[str, Tensor]],
+    dtype: torch.dtype,
+    device: str,
+    flops: float,
+    **options: Any,
+) -> Setup:
+    """flops: of the forward."""
+    options = {"attainable": ATTAINABLE.get(device_name(device))} | options
+    options["backward_flops"] = BACKWARD_FLOPS * flops
+    return Setup(implementations, reference, dtype, flops=flops, **options)
+
+
 # -- implementations -------------------------------------------------------------------------------
+
+
+def padded_form(
+    inputs: dict[str, Tensor], grad: Tensor, q_valid: Tensor, kv_valid: Tensor
+) -> tuple[dict[str, Tensor], Tensor, Callable[[Tensor, int, slice], Tensor]]:
+    """q, k and v as leaves ``[B, H, N, D]``, grad so, and a segment's ``[N, H, D]`` of a result."""
+    valid = {"q": q_valid, "k": kv_valid, "v": kv_valid}
+    return (
+        leaves(**{name: pad(x, valid[name]).transpose(1, 2) for name, x in inputs.items()}),
+        pad(grad, q_valid).transpose(1, 2).contiguous(),
+        lambda x, b, rows: x[b, :, : rows.stop - rows.start].transpose(0, 1),
+    )
 
 
 def our_kernels(device: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ import re
 from functools import partial
 
 import bench_bias as bench
+import inputs
 import pytest
 import torch
 
@@ -118,7 +119,7 @@ def test_a_bias_that_is_left_out_is_wrong(tables, run_setup):
 def test_what_runs_on_cuda(lengths, monkeypatch, run_setup):
     """Without compilation. flex_attention runs forward only: it has no backward on the CPU."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(bench, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(inputs, "device_name", lambda device: "NVIDIA H200")
     problem = bench.Problem(
         "cpu", torch.float32, lengths, num_heads=2, head_dim=8, activation="softmax"
     )
@@ -131,7 +132,7 @@ def test_what_runs_on_cuda(lengths, monkeypatch, run_setup):
     assert [row["note"] for row in others] == [""] * 3 + ["padded inputs, compiled"] * 2
 
     monkeypatch.setattr(
-        bench,
+        inputs,
         "leaves",
         lambda **tensors: {name: x.detach().contiguous() for name, x in tensors.items()},
     )

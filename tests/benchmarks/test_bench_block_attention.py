@@ -3,6 +3,7 @@
 import re
 
 import bench_block_attention as bench
+import inputs
 import pytest
 import runner
 import torch
@@ -108,7 +109,7 @@ def as_on_cuda(monkeypatch):
         work = setup(lambda: problem)
         return runner.run_case(runner.Case("", "", lambda: work), PROTOCOL, re.compile(""))
 
-    monkeypatch.setattr(bench, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(inputs, "device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(bench, "varlen_attention", attention)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     return run

@@ -113,7 +113,7 @@ def test_flash_attention_gets_the_mask(kind, monkeypatch, run_setup):
         "flash_attention",
         lambda module, causal: lambda *arguments: attention(*arguments, causal=causal),
     )
-    monkeypatch.setattr(attention_problem, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(inputs, "device_name", lambda device: "NVIDIA H200")
     problem = make_problem(kind)
     problem.device = "cuda"
     implementations = problem.flash()
