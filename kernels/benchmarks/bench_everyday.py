@@ -31,6 +31,7 @@ from pathlib import Path
 import torch
 from attention_problem import Attention, Problem
 from inputs import (
+    jagged_over_full,
     leaves,
     lognormal_lengths,
     offsets_of,
@@ -489,24 +490,7 @@ def make_cases(device: str, tiny: bool, measured: Mapping[str, Tensor] | None = 
     return cases
 
 
-def summary(rows: list[dict]) -> list[str]:
-    """Our TFLOP/s on medium segments of uniform lengths in % of those on full segments of the same
-    work."""
-    ours = {
-        row["case"]: row for row in rows if row["table"] == MEDIUM and row["implementation"] == OURS
-    }
-    lines = []
-    for case, row in ours.items():
-        full = ours.get(case.replace("jagged", "full"), row)
-        if full is not row and all(x.get("forward_backward_tflops") for x in (row, full)):
-            forward, both = (
-                100 * row[key] / full[key] for key in ("forward_tflops", "forward_backward_tflops")
-            )
-            lines.append(
-                f"{case}: {forward:.0f} % of full segments' TFLOP/s forward, {both:.0f} %"
-                f" forward+backward ({OURS})."
-            )
-    return lines
+summary = partial(jagged_over_full, table=MEDIUM, both="forward_backward_tflops")
 
 
 if __name__ == "__main__":

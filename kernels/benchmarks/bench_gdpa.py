@@ -23,6 +23,7 @@ from inputs import (
     attention_setup,
     by_rows,
     exact,
+    jagged_over_full,
     leaves,
     named,
     offsets_of,
@@ -524,25 +525,7 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
     return cases
 
 
-def summary(rows: list[dict]) -> list[str]:
-    """Our throughput on jagged segments in % of that on full ones."""
-    ours = {
-        row["case"]: row
-        for row in rows
-        if row["table"] == GDPA and row["implementation"] == OURS and row.get("backward_tflops")
-    }
-    lines = []
-    for case, row in ours.items():
-        full = ours.get(case.replace("jagged", "full"))
-        if full is not None and full is not row:
-            forward, backward = (
-                100 * row[column] / full[column] for column in ("forward_tflops", "backward_tflops")
-            )
-            lines.append(
-                f"{case}: {forward:.0f} % of full segments' TFLOP/s forward, {backward:.0f} %"
-                f" backward ({OURS})."
-            )
-    return lines
+summary = partial(jagged_over_full, table=GDPA, both="backward_tflops")
 
 
 if __name__ == "__main__":

@@ -194,3 +194,26 @@ def varlen_attention(
         max_kv,
         **({"window_size": (-1, 0)} if causal else {}),
     )
+
+
+# -- a summary -------------------------------------------------------------------------------------
+
+
+def jagged_over_full(rows: list[dict], table: str, both: str) -> list[str]:
+    """Our TFLOP/s on jagged segments in % of those on full ones: of the forward, and of the pass
+    whose column is ``both``."""
+    ours = {
+        row["case"]: row
+        for row in rows
+        if row["table"] == table and row["implementation"] == OURS and row.get(both)
+    }
+    lines, name = [], both.removesuffix("_tflops").replace("_", "+")
+    for case, row in ours.items():
+        full = ours.get(case.replace("jagged", "full"), row)
+        if full is not row:
+            forward, other = (100 * row[x] / full[x] for x in ("forward_tflops", both))
+            lines.append(
+                f"{case}: {forward:.0f} % of full segments' TFLOP/s forward, {other:.0f} % {name}"
+                f" ({OURS})."
+            )
+    return lines
