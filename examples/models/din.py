@@ -17,14 +17,8 @@ from .head import Head
 
 
 class DIN(Head):
-    def __init__(
-        self,
-        config: RankingConfig,
-        num_user_features: int,
-        num_item_features: int,
-        device: torch.device | None = None,
-    ):
-        super().__init__(config, num_user_features, num_item_features, device=device)
+    def __init__(self, config: RankingConfig, *features: int, device: torch.device | None = None):
+        super().__init__(config, *features, device=device)
         self.attention = jm.JaggedDINAttention(
             config.embedding_dim, hidden=(80, 40), activation="dice", device=device
         )

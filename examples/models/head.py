@@ -18,7 +18,7 @@ class Head(nn.Module):
     Args:
         config: options, of which embedding_dim E, num_heads, dropout, max_history and
             max_candidates are read.
-        num_user_features, num_item_features: numbers of side features.
+        num_user_features, num_item_features: numbers of side features; a model's `features`.
         num_vectors: vectors of the MLP's input; those named above if None.
         device: device of the parameters.
     """

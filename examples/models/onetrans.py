@@ -86,14 +86,7 @@ class OneTrans(Head):
     num_tokens, num_layers = 4, 2
     block = OneTransBlock
 
-    def __init__(
-        self,
-        config: RankingConfig,
-        num_user_features: int,
-        num_item_features: int,
-        device: torch.device | None = None,
-    ):
-        features = num_user_features, num_item_features
+    def __init__(self, config: RankingConfig, *features: int, device: torch.device | None = None):
         super().__init__(config, *features, num_vectors=self.num_tokens, device=device)
         dim, depth = config.embedding_dim, self.num_layers
         self.split = nn.Linear((1 + sum(features)) * dim, self.num_tokens * dim, device=device)

@@ -22,14 +22,8 @@ from .head import Head, ages
 class SASRec(Head):
     num_layers = 2
 
-    def __init__(
-        self,
-        config: RankingConfig,
-        num_user_features: int,
-        num_item_features: int,
-        device: torch.device | None = None,
-    ):
-        super().__init__(config, num_user_features, num_item_features, num_vectors=1, device=device)
+    def __init__(self, config: RankingConfig, *features: int, device: torch.device | None = None):
+        super().__init__(config, *features, num_vectors=1, device=device)
         dim = config.embedding_dim
         self.positions = nn.Embedding(config.max_history, dim, device=device)
         layers = [

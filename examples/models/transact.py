@@ -27,14 +27,8 @@ class TransAct(Head):
     num_layers = 2
     window = 10  # how many of the newest events training may hide
 
-    def __init__(
-        self,
-        config: RankingConfig,
-        num_user_features: int,
-        num_item_features: int,
-        device: torch.device | None = None,
-    ):
-        super().__init__(config, num_user_features, num_item_features, device=device)
+    def __init__(self, config: RankingConfig, *features: int, device: torch.device | None = None):
+        super().__init__(config, *features, device=device)
         dim = config.embedding_dim
         self.event_proj = nn.Linear(dim, dim // 2, device=device)
         self.target_proj = nn.Linear(dim, dim // 2, device=device)

@@ -78,17 +78,11 @@ class WukongLayer(nn.Module):
 class Wukong(Head):
     num_embeddings, num_layers = 16, 2
 
-    def __init__(
-        self,
-        config: RankingConfig,
-        num_user_features: int,
-        num_item_features: int,
-        device: torch.device | None = None,
-    ):
-        features, n = (num_user_features, num_item_features), self.num_embeddings
+    def __init__(self, config: RankingConfig, *features: int, device: torch.device | None = None):
+        (num_users, num_items), n = features, self.num_embeddings
         super().__init__(config, *features, num_vectors=n, device=device)
         sizes = n, config.embedding_dim
-        first = WukongLayer(*sizes, 1 + num_item_features, 1 + num_user_features, device=device)
+        first = WukongLayer(*sizes, 1 + num_items, 1 + num_users, device=device)
         others = (WukongLayer(*sizes, device=device) for _ in range(self.num_layers - 1))
         self.layers = nn.ModuleList([first, *others])
 
