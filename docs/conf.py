@@ -46,11 +46,9 @@ if os.environ.get("GITHUB_REPOSITORY"):  # as in setup.py: workflows set it
         "source_directory": "",
     }
 # A server shows 404.html in place of a page in any folder, so its links are absolute.
-templates_path, html_additional_pages, html_context = (
-    ["templates"],
-    {"404": "404.html"},
-    {"html_baseurl": html_baseurl},
-)
+templates_path = ["templates"]
+html_additional_pages = {"404": "404.html"}
+html_context = {"html_baseurl": html_baseurl}
 html_extra_path = ["site"]  # index.html: the first page is docs/index.html
 html_copy_source = False
 

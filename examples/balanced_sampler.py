@@ -102,10 +102,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def assignment(self) -> Tensor:
         """`[steps, world_size, batch_size]` the samples of all ranks; -1 where the last global
         batch has no sample."""
-        size, generator = (
-            self.world_size * self.batch_size,
-            torch.Generator().manual_seed(self.seed + self.epoch),
-        )
+        size = self.world_size * self.batch_size
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(len(self.costs), generator=generator)
         order = (
             order[: len(order) // size * size]

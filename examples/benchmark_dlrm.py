@@ -315,10 +315,8 @@ def random_batches(
         for who, count in zip(("user", "item"), options.features, strict=True)
     )
     tables = TableSizes(options.items, ratings=5, ages=16, user_features=users, item_features=items)
-    for_lengths, generator = (
-        np.random.default_rng(options.seed),
-        np.random.default_rng((options.seed, rank)),
-    )
+    for_lengths = np.random.default_rng(options.seed)
+    generator = np.random.default_rng((options.seed, rank))
 
     def lengths() -> np.ndarray:
         size = ranks * options.batch_size
@@ -336,10 +334,8 @@ def random_batches(
 
     def batch() -> RankingBatch:
         past, stream, targets = lengths()
-        one, each = (
-            np.ones(options.batch_size, np.int64),
-            np.ones(past.sum() + targets.sum(), np.int64),
-        )
+        one = np.ones(options.batch_size, np.int64)
+        each = np.ones(past.sum() + targets.sum(), np.int64)
         sequences = {
             **{
                 f"history_{name}": ids(getattr(tables, f"{name}s"), past)
@@ -512,10 +508,8 @@ def time_layers(
     """Seconds of forward and backward of each layer, mean of `repeats` after a warm-up."""
     seconds = {}
     for name, inputs in captured_inputs(step, batch, names).items():
-        layer, inputs = (
-            copy.deepcopy(getattr(step.model.head, name)).train(),
-            [as_leaf(x) for x in inputs],
-        )
+        layer = copy.deepcopy(getattr(step.model.head, name)).train()
+        inputs = [as_leaf(x) for x in inputs]
         if step.compiled:
             layer.compile()
 

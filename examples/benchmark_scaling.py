@@ -324,10 +324,8 @@ def scaling(report: dict[str, Any], baseline: dict[str, Any], bandwidth: float) 
 
 def print_report(report: dict[str, Any]) -> None:
     tables = report["table_mb"]
-    settings, device = (
-        report["settings"],
-        f"{report['settings']['device']}, torch {report['torch']}",
-    )
+    settings = report["settings"]
+    device = f"{report['settings']['device']}, torch {report['torch']}"
     print(
         f"{report['world_size']} processes, {device}, {settings['model']} layers, plan"
         f" {settings['plan']}"

@@ -108,11 +108,9 @@ class InProcess:
         self.service = service
 
     def drive(self, requests: list[Request], arrivals: np.ndarray) -> Answers:
-        statuses, seconds, answered = (
-            [0] * len(requests),
-            [0.0] * len(requests),
-            threading.Semaphore(0),
-        )
+        statuses = [0] * len(requests)
+        seconds = [0.0] * len(requests)
+        answered = threading.Semaphore(0)
         begin = time.perf_counter()
 
         def note(index: int, error: BaseException | None) -> None:

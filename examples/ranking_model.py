@@ -203,10 +203,8 @@ class Unpack(nn.Module):
         stream, stream_offsets = None, None
         if self.stream:
             events = sequences["stream_item"]
-            stream, stream_offsets = (
-                events.values() + sequences["stream_rating"].values(),
-                events.offsets(),
-            )
+            stream = events.values() + sequences["stream_rating"].values()
+            stream_offsets = events.offsets()
         return Inputs(
             history=past.values()
             + past_sides.sum(dim=1)
@@ -437,10 +435,8 @@ class PaddedTargetAttention(nn.Module):
         """Projects each history once, and never repeats it, from now on. For inference: call it in
         eval mode, on the final device."""
         weight, auto = self.attention.in_proj_weight, torch.export.Dim.AUTO
-        histories, lengths = (
-            torch.randn(16, 64, weight.shape[1]).to(weight),
-            torch.arange(16, device=weight.device)[:, None],
-        )
+        histories = torch.randn(16, 64, weight.shape[1]).to(weight)
+        lengths = torch.arange(16, device=weight.device)[:, None]
         fused = jm.transforms.fuse_broadcasts(
             self.attention,
             dict(targets=histories[:, 0], histories=histories, lengths=lengths),

@@ -77,11 +77,9 @@ def attention_cells() -> Iterator[Cell]:
     for (i, activation), (j, dim) in itertools.product(
         enumerate(ACTIVATIONS), enumerate(HEAD_DIMS)
     ):
-        mask, dtype, heads = (
-            MASKS[(i + j) % len(MASKS)],
-            DTYPES[(i + 2 * j) % 3],
-            list(HEADS[(i // 3 + j) % 3]),
-        )
+        mask = MASKS[(i + j) % len(MASKS)]
+        dtype = DTYPES[(i + 2 * j) % 3]
+        heads = list(HEADS[(i // 3 + j) % 3])
         options = dict(
             activation=activation,
             mask=mask,
@@ -303,11 +301,9 @@ def block_attention_cells() -> Iterator[Cell]:
     for (i, (rotary, angles)), (j, dim) in itertools.product(
         enumerate(rotaries), enumerate(HEAD_DIMS)
     ):
-        dtype, block, heads = (
-            DTYPES[(i + j) % 3],
-            (16, 32, 64, 128)[(i + 2 * j) % 4],
-            [[2, 2], [4, 2]][(i + j) % 2],
-        )
+        dtype = DTYPES[(i + j) % 3]
+        block = (16, 32, 64, 128)[(i + 2 * j) % 4]
+        heads = [[2, 2], [4, 2]][(i + j) % 2]
         kernels = "hopper" if dtype in HALVES and dim <= 128 and heads[0] == heads[1] else "triton"
         options = dict(
             head_dim=dim,

@@ -17,11 +17,9 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from triton.language import core
 
-_patch_lang, _launch, _get_np_dtype = (
-    interpreter._patch_lang,
-    interpreter.GridExecutor.__call__,
-    interpreter._get_np_dtype,
-)
+_patch_lang = interpreter._patch_lang
+_launch = interpreter.GridExecutor.__call__
+_get_np_dtype = interpreter._get_np_dtype
 _np_dtype_of_scalar = functools.cache(_get_np_dtype)
 _make_tuple, _make_block_type = core.tuple.__init__, core.block_type.__init__
 _unwrap, _is_same_type = core._unwrap_if_constexpr, core.dtype.__eq__

@@ -125,18 +125,14 @@ def attend(q, k, v, do, activation, changes):
 
     scores = score(mma(q, k.mT) * SCALE)
     if activation == "silu":
-        p, dact = (
-            torch.nn.functional.silu(scores),
-            torch.sigmoid(scores) * (1 + scores * (1 - torch.sigmoid(scores))),
-        )
+        p = torch.nn.functional.silu(scores)
+        dact = torch.sigmoid(scores) * (1 + scores * (1 - torch.sigmoid(scores)))
         out = mma(weight(p), v)
         ds = dact * mma(do, v.mT)
     else:
-        largest, total, acc = (
-            torch.full_like(scores[..., :1], -torch.inf),
-            torch.zeros(HEADS, ROWS, 1),
-            torch.zeros(HEADS, ROWS, DIM),
-        )
+        largest = torch.full_like(scores[..., :1], -torch.inf)
+        total = torch.zeros(HEADS, ROWS, 1)
+        acc = torch.zeros(HEADS, ROWS, DIM)
         for columns in torch.arange(keys).split(32):
             new = torch.maximum(largest, scores[..., columns].amax(-1, keepdim=True))
             terms = torch.exp(scores[..., columns] - new)
@@ -294,10 +290,8 @@ def worst_of_bias(
     )
     positions = position_index(torch.arange(ROWS) + KEYS - ROWS, torch.arange(KEYS), LONGEST)
     buckets = time_buckets(bias.query_timestamps, bias.timestamps, edges)
-    of_scores, kept = (
-        table(bias.position.detach())[:, positions] + table(bias.time.detach())[buckets],
-        [],
-    )
+    of_scores = table(bias.position.detach())[:, positions] + table(bias.time.detach())[buckets]
+    kept = []
 
     def keep(ds):
         kept.append(ds)
@@ -490,11 +484,9 @@ def test_matmul_mutants_are_rejected(matmul):
 def test_softmax_mutants_are_rejected(dtype):
     for seed in SEEDS:
         torch.manual_seed(seed)
-        x, do, offsets = (
-            (3 * torch.randn(200, 6)).to(dtype),
-            torch.randn(200, 6).to(dtype),
-            torch.tensor([0, 90, 200]),
-        )
+        x = (3 * torch.randn(200, 6)).to(dtype)
+        do = torch.randn(200, 6).to(dtype)
+        offsets = torch.tensor([0, 90, 200])
         bound = accuracy.jagged_softmax(x, offsets, do)["out"]
 
         def ratio(function, x=x, bound=bound):

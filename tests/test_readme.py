@@ -30,14 +30,10 @@ def test_readme_is_short():
     assert len(example.splitlines()) <= 11
 
 
-SELF_128, SELF_64 = (
-    ("attention", "jagged self-attention", "B64 N2048 H4 D128"),
-    ("attention", "jagged self-attention", "B64 N2048 H4 D64"),
-)
-TARGET, LINEAR = (
-    ("attention", "target attention", "history 1024"),
-    ("linear_compress", "batch size, 70 candidates per user", "B=1024"),
-)
+SELF_128 = ("attention", "jagged self-attention", "B64 N2048 H4 D128")
+SELF_64 = ("attention", "jagged self-attention", "B64 N2048 H4 D64")
+TARGET = ("attention", "target attention", "history 1024")
+LINEAR = ("linear_compress", "batch size, 70 candidates per user", "B=1024")
 SHORT, LONG = (("leaderboard", "HSTU attention", x) for x in ("B128 N1024 D64", "B32 N4096 D64"))
 WIDE, NARROW = (
     ("leaderboard", "HSTU layer", x)

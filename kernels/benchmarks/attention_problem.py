@@ -194,10 +194,8 @@ class Problem:
 
     def flash(self) -> dict[str, Callable[[], Implementation]]:
         """FlashAttention with offsets; on CUDA only."""
-        causal, modules = (
-            self.attention.causal,
-            peers.FLASH_ATTENTION if self.device == "cuda" else {},
-        )
+        causal = self.attention.causal
+        modules = peers.FLASH_ATTENTION if self.device == "cuda" else {}
         newer = {
             name: lambda module=module: self.varlen(peers.flash_attention(module, causal))
             for name, module in modules.items()

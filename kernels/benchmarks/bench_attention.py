@@ -215,21 +215,15 @@ def target_attention(
     padding.
     """
     num_users, num_candidates, max_history = len(counts), int(counts.sum()), int(histories.max())
-    equal_histories, equal_counts = (
-        bool((histories == max_history).all()),
-        bool((counts == counts[0]).all()),
-    )
+    equal_histories = bool((histories == max_history).all())
+    equal_counts = bool((counts == counts[0]).all())
     max_rows = int(counts.max()) * num_queries
     host_candidate_offsets, host_kv_offsets = offsets_of(counts), offsets_of(histories)
-    q_offsets, kv_offsets = (
-        (host_candidate_offsets * num_queries).to(device),
-        host_kv_offsets.to(device),
-    )
+    q_offsets = (host_candidate_offsets * num_queries).to(device)
+    kv_offsets = host_kv_offsets.to(device)
     candidate_to_user = torch.arange(num_users).repeat_interleave(counts).to(device)
-    q_shape, kv_shape = (
-        (num_candidates, num_queries, num_heads, head_dim),
-        (int(histories.sum()), num_heads, head_dim),
-    )
+    q_shape = (num_candidates, num_queries, num_heads, head_dim)
+    kv_shape = (int(histories.sum()), num_heads, head_dim)
     q, k, v, grad = random_tensors(device, dtype, q_shape, kv_shape, kv_shape, q_shape)
     inputs = leaves(q=q, k=k, v=v)
     users = sample_segments(histories)
@@ -374,11 +368,9 @@ def self_and_target_attention(
         return torch.cat([torch.arange(*offsets[i : i + 2].tolist()) for i in starts]).to(device)
 
     def sample(kinds: tuple[str, ...]) -> dict:
-        q, grad, offsets = (
-            joined(q_of, kinds),
-            joined(grad_of, kinds),
-            offsets_of(joined(lengths, kinds)),
-        )
+        q = joined(q_of, kinds)
+        grad = joined(grad_of, kinds)
+        offsets = offsets_of(joined(lengths, kinds))
         rows = {u: (rows_of(u, offsets), rows_of(u, host_kv_offsets)) for u in users}
         return {
             f"{' and '.join(kinds)} of {u}": (q[own], k[history], v[history], grad[own])

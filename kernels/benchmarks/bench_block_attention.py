@@ -410,10 +410,8 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
         problem = partial(Problem, device, dtype, lengths, heads, head_dim, block_size, rotate)
         return Case(table, name, partial(setup, problem), backward_alone=True, picture="ms")
 
-    shape, block = (
-        f"B={sizes.batch} H={sizes.num_heads} D={sizes.head_dim}",
-        f"blocks of {sizes.block_size}",
-    )
+    shape = f"B={sizes.batch} H={sizes.num_heads} D={sizes.head_dim}"
+    block = f"blocks of {sizes.block_size}"
     by_total = {total: lengths_of_total(sizes.batch, total) for total in sizes.totals}
     alone = partial(without_rotary, flex=True)
     cases = [
@@ -427,18 +425,14 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
             for rotate in ("qk", "qkv")
         ]
     total, heads = sizes.rotary_backward
-    table, lengths = (
-        f"backward of rotary, B={sizes.batch} H={heads} D={sizes.head_dim}, {block}",
-        lengths_of_total(sizes.batch, total),
-    )
+    table = f"backward of rotary, B={sizes.batch} H={heads} D={sizes.head_dim}, {block}"
+    lengths = lengths_of_total(sizes.batch, total)
     cases.append(case(table, f"{total} rows, no rotary", without_rotary, lengths, heads=heads))
     cases.append(case(table, f"{total} rows, qkv", with_rotary, lengths, "qkv", heads=heads))
     for head_dim, longest, mean in sizes.sweep:
         lengths = lengths_of_mean(round(sizes.sweep_total / (mean * longest)), longest, mean)
-        table, name = (
-            f"lengths, about {sizes.sweep_total} rows, {block}",
-            f"D={head_dim}, N={longest}, mean {mean} N, B={len(lengths)}",
-        )
+        table = f"lengths, about {sizes.sweep_total} rows, {block}"
+        name = f"D={head_dim}, N={longest}, mean {mean} N, B={len(lengths)}"
         cases.append(case(table, name, without_rotary, lengths, head_dim=head_dim))
     table, lengths = f"block sizes, {shape}, {sizes.totals[0]} rows", by_total[sizes.totals[0]]
     return cases + [

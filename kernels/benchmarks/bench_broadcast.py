@@ -235,11 +235,9 @@ def compare(
     def reference(dtype: torch.dtype) -> dict[str, Tensor]:
         """On the host if the model repeats rows itself: this project's kernels have no fp64."""
         where = device if net.shared else "cpu"
-        model, x, chosen = (
-            copy.deepcopy(net.model).to(where, dtype),
-            moved(inputs, where, dtype),
-            rows.to(where),
-        )
+        model = copy.deepcopy(net.model).to(where, dtype)
+        x = moved(inputs, where, dtype)
+        chosen = rows.to(where)
         if net.shared:
             of_users = x.pop("candidate_to_user")[rows]
             x = {key: value[of_users if key in net.shared else rows] for key, value in x.items()}

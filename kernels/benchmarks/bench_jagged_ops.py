@@ -159,11 +159,9 @@ class Problem:
             if "P" not in self.operator.dimensions:  # torch has no conversion of scores
                 implementations[CONVERTED] = self.converted
             implementations |= self.sll() if self.device == "cuda" else {}
-        operands, out, flops = (
-            sum(x.nbytes for x in self.inputs.values()),
-            self.grad.nbytes,
-            self.flops(),
-        )
+        operands = sum(x.nbytes for x in self.inputs.values())
+        out = self.grad.nbytes
+        flops = self.flops()
         return Setup(
             implementations,
             self.reference,
@@ -396,14 +394,12 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
 
 def summary(rows: list[dict]) -> list[str]:
     """The precision, and the time per row of skewed segments beside that of even ones."""
-    lines, rows = (
-        [PRECISION],
-        {
-            row["case"]: row
-            for row in rows
-            if row["table"].startswith("skewed") and "forward_backward_ms" in row
-        },
-    )
+    lines = [PRECISION]
+    rows = {
+        row["case"]: row
+        for row in rows
+        if row["table"].startswith("skewed") and "forward_backward_ms" in row
+    }
     for name in (case.removesuffix(", even") for case in rows if case.endswith(", even")):
         both = [rows[f"{name}, {kind}"] for kind in ("skewed", "even") if f"{name}, {kind}" in rows]
         forward, training = (

@@ -261,10 +261,8 @@ class Problem:
         return self.implementation(lambda w, e: gemm(w, e), inputs, note="forward only")
 
     def ikbo(self) -> Implementation:
-        compress, inputs = (
-            peers.ikbo_linear_compress(),
-            {name: x.detach() for name, x in self.padded_inputs.items()},
-        )
+        compress = peers.ikbo_linear_compress()
+        inputs = {name: x.detach() for name, x in self.padded_inputs.items()}
         index = self.index.int()
         return self.implementation(
             lambda **inputs: compress(**inputs, index=index),
@@ -356,10 +354,8 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
 
         return Case(table, name, setup, picture=picture)
 
-    by_batch, by_ratio = (
-        f"batch size, {sizes.ratio} candidates per user",
-        f"candidates per user, B={sizes.ratio_batch}",
-    )
+    by_batch = f"batch size, {sizes.ratio} candidates per user"
+    by_ratio = f"candidates per user, B={sizes.ratio_batch}"
     many = many_cases(device, dtype) if device == "cuda" else []
     cases = [case(by_batch, f"B={batch}", batch, sizes.ratio, "ms") for batch in sizes.batches]
     return (

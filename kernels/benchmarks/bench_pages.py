@@ -49,11 +49,9 @@ from jagged_modules.containers.pages import in_8_bits
 
 LAYERS = 4
 PAGE_ROWS = 128
-GATHERED, IN_PAGES, NO_GATHER = (
-    f"{OURS}, gathered",
-    f"{OURS}, in pages",
-    f"{OURS}, rows gathered before",
-)
+GATHERED = f"{OURS}, gathered"
+IN_PAGES = f"{OURS}, in pages"
+NO_GATHER = f"{OURS}, rows gathered before"
 IN_8_BITS = f"{OURS}, in pages of int8"
 ROUNDED = 0.03  # error of scores whose keys and values have 8 bits
 APPENDED, ANEW = f"{OURS}, event appended", f"{OURS}, encoded anew"

@@ -110,11 +110,9 @@ def array_jagged_bmm(
     for rows, columns, scores in zip(*map(_slices, (x_offsets, y_offsets, p_offsets))):
         shape = rows.stop - rows.start, columns.stop - columns.start
         of_y, of_out = (rows, columns) if transposed else (columns, rows)
-        matrix, c, grad = (
-            Bound.exact(p[scores].view(shape)),
-            Bound.exact(y[of_y]),
-            Bound.exact(do[of_out]),
-        )
+        matrix = Bound.exact(p[scores].view(shape))
+        c = Bound.exact(y[of_y])
+        grad = Bound.exact(do[of_out])
         matrix = matrix.mT if transposed else matrix
         dp = grad @ c.mT
         totals["out"].put(of_out, matrix @ c)

@@ -43,10 +43,8 @@ def test_every_implementation_is_right_and_measured(tiny_run):
             == (row["table"] == bench.WALL)
         )
         names.setdefault((row["table"], row["case"]), []).append(row["implementation"])
-    softmax, given = (
-        [bench.OURS, bench.PADDED],
-        [bench.OURS, bench.HOST, bench.DEVICE, bench.PADDED],
-    )
+    softmax = [bench.OURS, bench.PADDED]
+    given = [bench.OURS, bench.HOST, bench.DEVICE, bench.PADDED]
     layers = [bench.LAYER, bench.GRAPHED, bench.COMPILED, bench.PADDED_LAYER]
     expected = {
         bench.SELF: [softmax] * 4,

@@ -29,10 +29,8 @@ def test_every_implementation_is_right_and_measured(tiny_run):
 @pytest.mark.parametrize("operator", bench.OPERATORS)
 def test_a_wrong_row_is_found(run_setup, operator):
     problem = bench.Problem("cpu", operator, *bench.TINY[0])
-    setup, right = (
-        problem.setup(),
-        problem.implementation(problem.operator.torch, problem.index, problem.shape),
-    )
+    setup = problem.setup()
+    right = problem.implementation(problem.operator.torch, problem.index, problem.shape)
 
     def spoiled():
         out = right.forward()

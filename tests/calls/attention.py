@@ -438,10 +438,8 @@ def block_diagonal_attention(make: Maker, o: dict, lengths: list[list[int]]) -> 
 def block_diagonal_attention_packed(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
     tensors = dict(qkv=make.tensor(sum(lengths), 3, o["heads"][0], o["head_dim"]))
-    options, offsets = (
-        dict(block_size=o["block_size"], rotary=_rotary(make, o, lengths)) | _dropout(make, o),
-        make.offsets("offsets", lengths),
-    )
+    options = dict(block_size=o["block_size"], rotary=_rotary(make, o, lengths)) | _dropout(make, o)
+    offsets = make.offsets("offsets", lengths)
 
     def function(qkv):
         return dict(

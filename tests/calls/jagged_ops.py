@@ -18,10 +18,8 @@ def jagged_dense_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
     y = make.tensor(len(lengths), o["depth"], o["columns"], factor=o["depth"] ** -0.5)
     tensors = dict(x=make.tensor(sum(lengths), o["depth"]), y=y)
-    offsets, options = (
-        make.offsets("offsets", lengths),
-        dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"]),
-    )
+    offsets = make.offsets("offsets", lengths)
+    options = dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
     rows = make.segments(lengths)
     return Call(
         tensors,
@@ -39,10 +37,8 @@ def jagged_jagged_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     tensors = dict(
         x=make.tensor(sum(lengths), o["depth"]), y=make.tensor(sum(lengths), o["columns"])
     )
-    offsets, options = (
-        make.offsets("offsets", lengths),
-        dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"]),
-    )
+    offsets = make.offsets("offsets", lengths)
+    options = dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
     rows = make.segments(lengths)
     return Call(
         tensors,
@@ -91,10 +87,8 @@ def reduction(name: str) -> Callable:
 
 def jagged_softmax(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
-    offsets, options = (
-        make.offsets("offsets", lengths),
-        dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"]),
-    )
+    offsets = make.offsets("offsets", lengths)
+    options = dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
     return Call(
         dict(x=make.tensor(sum(lengths), o["columns"], factor=3)),
         lambda x: dict(out=F.jagged_softmax(x, offsets, **options)),
@@ -130,10 +124,8 @@ def jagged2_softmax(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 def jagged_outer(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     x_lengths, y_lengths = lengths if len(lengths) > 1 else lengths * 2
     itself = o["operands"] == "itself"
-    plan, segments = (
-        make.plan(x_lengths, None if itself else y_lengths),
-        _scores(make, x_lengths, y_lengths)[1],
-    )
+    plan = make.plan(x_lengths, None if itself else y_lengths)
+    segments = _scores(make, x_lengths, y_lengths)[1]
     tensors = dict(x=make.tensor(plan.x_rows, o["depth"])) | (
         {} if itself else dict(y=make.tensor(plan.y_rows, o["depth"]))
     )

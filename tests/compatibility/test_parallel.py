@@ -112,10 +112,8 @@ def test_ddp_does_not_look_into_torchrecs_containers(two_ranks):
 def train_sharded_by_columns(name):
     """Both processes have the same batch."""
     case, model, plain = CASES[name], make(CASES[name]), make(CASES[name])
-    mesh, linears = (
-        init_device_mesh("cpu", (2,)),
-        [path for path, x in model.named_modules() if isinstance(x, nn.Linear)],
-    )
+    mesh = init_device_mesh("cpu", (2,))
+    linears = [path for path, x in model.named_modules() if isinstance(x, nn.Linear)]
     gathered, whole = dict(output_layouts=Replicate()), dict(input_layouts=Replicate())
     by_columns = {path: ColwiseParallel(**gathered) for path in linears}
     by_rows = {path: RowwiseParallel(**whole) for path in linears if path.endswith("out_proj")}

@@ -256,10 +256,8 @@ class Synced(Steps):
 def train(name, plan="row_wise", pipeline=Steps, device="cpu", replicas=1):
     batches = make_batches(dist.get_rank(), device)
     model = sharded(name, plan, device, replicas)
-    pipe, source = (
-        pipeline(model, dense_optimizer(model, plan), torch.device(device)),
-        iter(batches),
-    )
+    pipe = pipeline(model, dense_optimizer(model, plan), torch.device(device))
+    source = iter(batches)
     results = [pipe.progress(source) for _ in batches]
     assert len(getattr(pipe, "_pipelined_modules", collections(model.module))) == len(
         collections(model.module)
@@ -385,10 +383,8 @@ def test_hybrid(case, two_ranks):
 def evaluate_in_pipeline(name):
     batches = make_batches(dist.get_rank())
     model, plain = sharded(name, "row_wise").eval(), make_model(name).eval()
-    pipe, source = (
-        EvalPipelineSparseDist(model, dense_optimizer(model, "row_wise"), torch.device("cpu")),
-        iter(batches),
-    )
+    pipe = EvalPipelineSparseDist(model, dense_optimizer(model, "row_wise"), torch.device("cpu"))
+    source = iter(batches)
     results = [pipe.progress(source) for _ in batches]
     torch.testing.assert_close(results, [plain(batch)[1] for batch in batches])
 

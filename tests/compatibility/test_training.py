@@ -70,10 +70,8 @@ def test_autocast(case, dtype):
 def test_grad_scaler(case, device):
     model, inputs = make(case, device), inputs_of(case, device)
     expected = [x.grad for x in stepped(copy.deepcopy(model), inputs)]
-    optimizer, scaler = (
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        torch.amp.GradScaler(device, init_scale=2.0**12),
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**12)
     with torch.autocast(device, torch.float16):
         out = model(*inputs)
     scaler.scale(out.float().square().mean()).backward()

@@ -163,10 +163,8 @@ def step(case: str) -> Step:
 def train_step(plan: str, task: Task) -> Step:
     """The second step of training. It exchanges the ids of a batch and looks up those of an earlier
     one."""
-    tables, dense = (
-        OptimizerSpec(torch.optim.Adagrad, dict(lr=0.05)),
-        OptimizerSpec(torch.optim.AdamW, dict(lr=1e-3)),
-    )
+    tables = OptimizerSpec(torch.optim.Adagrad, dict(lr=0.05))
+    dense = OptimizerSpec(torch.optim.AdamW, dict(lr=1e-3))
     model, optimizer = sharding.build(task.make_model, CPU, plan, tables, dense)
 
     def forward(batch: RankingBatch) -> tuple[torch.Tensor, None]:

@@ -51,11 +51,9 @@ def batch(step: int, users: slice):
     """Users of a step's batch, with their events, candidates and labels."""
     torch.manual_seed(step)
     lengths, counts = torch.randint(0, 25, (USERS,)), torch.randint(1, 4, (USERS,))
-    events, candidates, labels = (
-        torch.randn(USERS, 24, DIM),
-        torch.randn(USERS, 3, DIM),
-        torch.randn(USERS, 3),
-    )
+    events = torch.randn(USERS, 24, DIM)
+    candidates = torch.randn(USERS, 3, DIM)
+    labels = torch.randn(USERS, 3)
     lengths, counts = lengths[users], counts[users]
     has_event, is_candidate = (
         torch.arange(width) < n[:, None] for width, n in ((24, lengths), (3, counts))

@@ -54,10 +54,8 @@ def test_every_id_of_a_row_wise_table_goes_to_one_rank():
 
 def test_embeddings_in_bf16_are_half_the_bytes():
     _, batches, model = (options, *_) = task("--plan", "column_wise")
-    plan, inputs = (
-        communication.make_plan(model, options, 4),
-        [communication.features(batches[0])] * 4,
-    )
+    plan = communication.make_plan(model, options, 4)
+    inputs = [communication.features(batches[0])] * 4
     exact, bf16 = (
         communication.count_traffic(model, plan, inputs, Exchange(bf16=bf16))
         for bf16 in (False, True)
@@ -72,11 +70,9 @@ def test_embeddings_in_bf16_are_half_the_bytes():
 def test_unique_ids_are_sent_once():
     """The features of a table have their unique ids together. Bags are sent as they are."""
     _, batches, model = (options, *_) = task("--plan", "row_wise")
-    plan, ids, own = (
-        communication.make_plan(model, options, 8),
-        batches[0].ids,
-        communication.features(batches[0]),
-    )
+    plan = communication.make_plan(model, options, 8)
+    ids = batches[0].ids
+    own = communication.features(batches[0])
     plan = ShardingPlan({path: plan.plan[path] for path in ("sequences", "user_bags")})
     traffic = communication._exchanged(model, plan, own, 8, Exchange(unique_ids=True))
     tables = [

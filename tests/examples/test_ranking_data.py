@@ -93,10 +93,8 @@ def test_batch_equals_a_loop_over_the_log():
     genre = log.item_features["genre"]
     rows, past = [], []
     for row, index in enumerate(picked):
-        history, targets = (
-            range(chunks.history_start[index], chunks.history_end[index]),
-            range(chunks.start[index], chunks.end[index]),
-        )
+        history = range(chunks.history_start[index], chunks.history_end[index])
+        targets = range(chunks.start[index], chunks.end[index])
         rows.extend(targets)
         past.extend(history)
         jagged = {key: batch.ids[key].to_dense()[row].tolist() for key in batch.ids.keys()}

@@ -242,10 +242,8 @@ def test_tracer_of_the_pipelines_sees_the_collections_and_their_inputs():
 def test_built_on_meta_and_initialised_module_by_module(interaction):
     """As DistributedModelParallel does it: `reset_parameters` of each module that owns
     parameters."""
-    model, batch = (
-        make_model(device=torch.device("meta"), interaction=interaction),
-        make_batch(*BATCHES["of all lengths"]),
-    )
+    model = make_model(device=torch.device("meta"), interaction=interaction)
+    batch = make_batch(*BATCHES["of all lengths"])
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     model.to_empty(device="cpu")
     for module in model.modules():

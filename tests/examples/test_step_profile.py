@@ -35,11 +35,9 @@ def test_time_is_split_by_what_runs_at_once():
         step_profile.Span("compute", 2, 8),
         step_profile.Span("collective", 20, 21),
     ]
-    both, compute, collective = (
-        frozenset({"compute", "collective"}),
-        frozenset({"compute"}),
-        frozenset({"collective"}),
-    )
+    both = frozenset({"compute", "collective"})
+    compute = frozenset({"compute"})
+    collective = frozenset({"collective"})
     assert step_profile.time_by_activities(spans) == {compute: 6, both: 4, collective: 4 + 1}
     assert step_profile.time_by_activities([]) == {}
 

@@ -59,10 +59,8 @@ def _plan_inputs(segments, rows, candidates):
 
 
 def _compress_inputs(segments, rows, candidates):
-    weights, embeddings = (
-        (torch.randn(16, 9), torch.randn(16, 10)),
-        (torch.randn(segments, 9, DIM), torch.randn(candidates, 10, DIM)),
-    )
+    weights = (torch.randn(16, 9), torch.randn(16, 10))
+    embeddings = (torch.randn(segments, 9, DIM), torch.randn(candidates, 10, DIM))
     return *weights, *embeddings, torch.randint(segments, (candidates,))
 
 

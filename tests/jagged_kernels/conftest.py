@@ -90,10 +90,8 @@ def check_bits_beside_other_kernels():
 
     def check(step, repeats):
         """step: its number -> tensors."""
-        streams, matrix = (
-            [torch.cuda.Stream() for _ in range(3)],
-            torch.randn(3000, 3000, device="cuda", dtype=torch.bfloat16),
-        )
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        matrix = torch.randn(3000, 3000, device="cuda", dtype=torch.bfloat16)
         torch.cuda.synchronize()
         runs = []
         for number in range(repeats):

@@ -13,11 +13,9 @@ from jagged_modules import functional as F
 
 @pytest.mark.parametrize("implementation", ["auto", "triton"])
 def test_linear_compress_of_many_users(implementation):
-    users, candidates, weights = (
-        torch.randn(70_000, 2, 8),
-        torch.randn(70_001, 3, 8),
-        (torch.randn(1, 2), torch.randn(1, 3)),
-    )
+    users = torch.randn(70_000, 2, 8)
+    candidates = torch.randn(70_001, 3, 8)
+    weights = (torch.randn(1, 2), torch.randn(1, 3))
     operands = [x.bfloat16().requires_grad_() for x in (*weights, users, candidates)]
     index = torch.arange(70_001) % 70_000
     with recorded_launches() as launches:

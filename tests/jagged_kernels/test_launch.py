@@ -175,10 +175,8 @@ def test_constants_are_the_last_parameters():
 
 @pytest.mark.parametrize("make", [triton_descriptor, head_descriptor], ids=["triton", "gluon"])
 def test_descriptors_differ_by_their_boxes_alone(launches, kernel, make):
-    x, y = (
-        torch.zeros(64, 4, 128, dtype=torch.bfloat16),
-        torch.zeros(96, 2, 128, dtype=torch.bfloat16)[32:],
-    )
+    x = torch.zeros(64, 4, 128, dtype=torch.bfloat16)
+    y = torch.zeros(96, 2, 128, dtype=torch.bfloat16)[32:]
     first = call(kernel, make(x, 64))
     assert call(kernel, make(y, 64)) is first
     others = [call(kernel, d) for d in (x, make(x, 32), make(x[..., :64], 64), make(x.half(), 64))]

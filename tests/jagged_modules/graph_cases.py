@@ -37,11 +37,9 @@ def random_targets(offsets: torch.Tensor) -> torch.Tensor:
 def compress_inputs(users, _, count):
     """Candidate embeddings, user embeddings and vendor embeddings for 3 users of each vendor, and
     the maps of users and vendors."""
-    candidates, shared, vendors = (
-        torch.randn(count, 10, WIDTH),
-        torch.randn(users, 9, WIDTH),
-        torch.randn(3 * users, 8, WIDTH),
-    )
+    candidates = torch.randn(count, 10, WIDTH)
+    shared = torch.randn(users, 9, WIDTH)
+    vendors = torch.randn(3 * users, 8, WIDTH)
     return (
         candidates,
         shared,

@@ -39,10 +39,8 @@ def grow(layer, timeline, page_rows, timed=False):
             for i in range(1, len(timeline.parts))
         ]
         return cache.select(users), outputs
-    kv, outputs = (
-        layer.cache(jagged(timeline.take(timeline.rows, 0)), **timeline.times_of(0, timed)),
-        [],
-    )
+    kv = layer.cache(jagged(timeline.take(timeline.rows, 0)), **timeline.times_of(0, timed))
+    outputs = []
     for i in range(1, len(timeline.parts)):
         out, added = layer.append(
             jagged(timeline.take(timeline.rows, i)), kv, **timeline.times_of(i, timed)
@@ -110,11 +108,9 @@ def test_gdpa_with_targets_and_a_bias():
     timeline = Timeline(PARTS, TARGETS)
     layer = jm.JaggedGDPA(WIDTH, HEADS, "softmax", mask=jm.AttentionMask(causal=True)).double()
     bias = jm.RelativeBias(position=torch.randn(2 * 40 - 1, dtype=torch.float64))
-    everything, targets, counts = (
-        jagged(timeline.rows),
-        jagged(timeline.take(timeline.rows, -1)),
-        torch.tensor(TARGETS),
-    )
+    everything = jagged(timeline.rows)
+    targets = jagged(timeline.take(timeline.rows, -1))
+    counts = torch.tensor(TARGETS)
     full = layer(everything, num_targets=counts, bias=bias).values.split(timeline.lengths)
     scores = layer.score(targets, layer.cache(everything), num_targets=counts, bias=bias)
     torch.testing.assert_close(scores.values, torch.cat(timeline.take(list(full), -1)))
@@ -138,10 +134,8 @@ def test_target_attention(form, page_rows):
 
 def test_scoring_runs_hooks_and_projects_no_history():
     """Forward hooks see cache and score, as they see a plain forward."""
-    history, targets = (
-        (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])),
-        (torch.randn(2, WIDTH), torch.tensor([0, 1, 2])),
-    )
+    history = (torch.randn(5, WIDTH), torch.tensor([0, 2, 5]))
+    targets = (torch.randn(2, WIDTH), torch.tensor([0, 1, 2]))
     for layer in (jm.JaggedTargetAttention(WIDTH, HEADS), jm.JaggedGDPA(WIDTH, HEADS)):
         calls, projections = [], []
         layer.register_forward_hook(lambda *_, calls=calls: calls.append(1))
@@ -166,12 +160,8 @@ NOT_APPENDABLE = {
 
 @pytest.mark.parametrize("message, fields", NOT_APPENDABLE.items(), ids=NOT_APPENDABLE)
 def test_configs_whose_earlier_rows_change(message, fields):
-    stack, x = (
-        hstu(config_of(**fields)),
-        jm.Jagged(
-            torch.randn(5, WIDTH, dtype=torch.float64), torch.tensor([0, 2, 5]), max_seqlen=4
-        ),
-    )
+    stack = hstu(config_of(**fields))
+    x = jm.Jagged(torch.randn(5, WIDTH, dtype=torch.float64), torch.tensor([0, 2, 5]), max_seqlen=4)
     kv = stack.cache(x)
     with pytest.raises(ValueError, match=f"^config.{message}"):
         stack.append(x, kv)
@@ -183,10 +173,8 @@ def test_configs_whose_earlier_rows_change(message, fields):
 
 @pytest.mark.parametrize("option", ["num_seeds", "num_weights"])
 def test_learned_rows_have_no_cache(option):
-    layer, x = (
-        jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(**{option: 2})),
-        (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])),
-    )
+    layer = jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(**{option: 2}))
+    x = (torch.randn(5, WIDTH), torch.tensor([0, 2, 5]))
     kv = jm.JaggedGDPA(WIDTH, HEADS).cache(x)
     for call in (lambda: layer.cache(x), lambda: layer.score(x, kv), lambda: layer.append(x, kv)):
         with pytest.raises(

@@ -39,10 +39,8 @@ def test_appended_rows_and_scores(name, page_rows, dtype, device):
     """Pages of 16 rows are copied. Into pages of 128 the new rows are written first, then attention
     reads them there."""
     config, timeline = HSTU_CONFIGS[name], Timeline(PARTS, TARGETS, dtype, device=device)
-    padded, stack = (
-        PaddedHSTU(LAYERS, config).to(dtype),
-        jm.HSTUStack(WIDTH, HEADS, LAYERS, config).to(dtype),
-    )
+    padded = PaddedHSTU(LAYERS, config).to(dtype)
+    stack = jm.HSTUStack(WIDTH, HEADS, LAYERS, config).to(dtype)
     stack.load_state_dict(converted(dict(padded.named_parameters())))
     stack, cache, users = stack.to(device).eval(), None, list("abcde")
     with torch.no_grad():

@@ -106,18 +106,14 @@ def single_caches(layer, make):
 CONFIG = jm.HSTUConfig(scaling_seqlen=10)
 HSTU, LAYER = jm.HSTUStack(WIDTH, 4, 2, CONFIG), jm.HSTULayer(WIDTH, 4, CONFIG)
 CACHE = HSTU.cache(ROWS)
-TIMED, TIMES = (
-    jm.HSTUStack(
-        WIDTH, 4, 2, jm.HSTUConfig(scaling_seqlen=10, relative_position=10, relative_time=8)
-    ),
-    torch.arange(5),
+TIMED = jm.HSTUStack(
+    WIDTH, 4, 2, jm.HSTUConfig(scaling_seqlen=10, relative_position=10, relative_time=8)
 )
+TIMES = torch.arange(5)
 TIMED_LAYER, TIMED_CACHE = TIMED.layers[0], TIMED.cache(ROWS, TIMES)
-TARGET, GDPA, GDPA_BLOCK = (
-    jm.JaggedTargetAttention(WIDTH, 4),
-    jm.JaggedGDPA(WIDTH, 4),
-    jm.GDPABlock(WIDTH, 4),
-)
+TARGET = jm.JaggedTargetAttention(WIDTH, 4)
+GDPA = jm.JaggedGDPA(WIDTH, 4)
+GDPA_BLOCK = jm.GDPABlock(WIDTH, 4)
 BLOCK, MLP = jm.BlockDiagonalSelfAttention(WIDTH, 4, 16), jm.JaggedMLP([WIDTH, 16])
 COMPRESS, TWO_LEVELS = jm.LinearCompressEmbedding(6, 4, 5), jm.LinearCompressEmbedding(6, 4, [5, 5])
 CANDIDATES, EMBEDDINGS, SHARED = torch.ones(4, 1, WIDTH), torch.ones(4, 6, 8), torch.ones(2, 5, 8)

@@ -104,10 +104,8 @@ def test_shared_keys_of_every_activation(activation, dtype, offsets_of):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shared", ["none", "q", "kv"])
 def test_a_scale_for_each_segment(shared, dtype, requires_grad, offsets_of):
-    offsets, factor = (
-        offsets_of([6, 0, 7]),
-        torch.tensor([0.5, 2.0, -3.0], dtype=DTYPES[dtype], requires_grad=requires_grad),
-    )
+    offsets = offsets_of([6, 0, 7])
+    factor = torch.tensor([0.5, 2.0, -3.0], dtype=DTYPES[dtype], requires_grad=requires_grad)
     q_offsets, kv_offsets = ("shared" if name == shared else offsets for name in ("q", "kv"))
     tensors = make_qkv(
         4 if shared == "q" else 13,
@@ -144,10 +142,8 @@ def test_a_scale_keeps_half_precision_in_range(shared, requires_grad, offsets_of
 
 
 def test_the_gradient_of_a_scale_is_summed_in_fp32(offsets_of):
-    q, factor = (
-        torch.ones(1000, 1, 8, dtype=torch.bfloat16),
-        torch.ones(1, dtype=torch.bfloat16, requires_grad=True),
-    )
+    q = torch.ones(1000, 1, 8, dtype=torch.bfloat16)
+    factor = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
     out = F.jagged_attention(
         q, q, q / 1000, offsets_of([1000]), activation="identity", output_scale=factor
     )
@@ -165,10 +161,8 @@ def test_a_scale_of_zero_has_a_gradient(offsets_of):
 
 
 def test_scales_in_another_dtype_keep_that_of_the_output(offsets_of):
-    tensors, factor = (
-        make_qkv(13, 13, dtype=torch.bfloat16),
-        torch.tensor([0.5, 0.25], dtype=torch.float64),
-    )
+    tensors = make_qkv(13, 13, dtype=torch.bfloat16)
+    factor = torch.tensor([0.5, 0.25], dtype=torch.float64)
     for output_scale in (factor, factor.clone().requires_grad_()):
         out = F.jagged_attention(
             *tensors, offsets_of([6, 7]), activation="relu", output_scale=output_scale
@@ -309,10 +303,8 @@ def test_a_segments_scale_changes_no_bit_of_the_others(offsets_of, value, shared
     """Where several segments of queries read the same keys, all scales are divided by one
     factor."""
     q, k, v = (torch.randn(rows, 2, 8).bfloat16() for rows in (20, 9, 9))
-    scales, kv_offsets = (
-        torch.tensor([0.5, 2.0, 1.0, -3.0]),
-        "shared" if shared else offsets_of([5, 4]),
-    )
+    scales = torch.tensor([0.5, 2.0, 1.0, -3.0])
+    kv_offsets = "shared" if shared else offsets_of([5, 4])
 
     def attend():
         return F.jagged_attention(
@@ -326,11 +318,9 @@ def test_a_segments_scale_changes_no_bit_of_the_others(offsets_of, value, shared
 
 def test_scales_of_less_precision_than_the_operands(offsets_of):
     q, k, v = (torch.randn(n, 2, 8, dtype=torch.float64) for n in (20, 9, 9))
-    q_offsets, kv_offsets, scales = (
-        offsets_of([4, 6, 7, 3]),
-        offsets_of([5, 4]),
-        torch.tensor([0.3, 2.0, 0.7, -3.0]),
-    )
+    q_offsets = offsets_of([4, 6, 7, 3])
+    kv_offsets = offsets_of([5, 4])
+    scales = torch.tensor([0.3, 2.0, 0.7, -3.0])
     outputs = [
         F.jagged_attention(q, k, v, q_offsets, kv_offsets, activation="silu", output_scale=x)
         for x in (scales, scales.double())

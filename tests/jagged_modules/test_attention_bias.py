@@ -175,10 +175,8 @@ def test_segments_without_scores(lengths, implementation, offsets_of):
 
 def test_runs_agree_bit_for_bit(offsets_of):
     q, k, v = make_qkv(60, 60)
-    tables, grad = (
-        (torch.randn(81).requires_grad_(), torch.randn(2, 9).requires_grad_()),
-        torch.randn_like(q),
-    )
+    tables = (torch.randn(81).requires_grad_(), torch.randn(2, 9).requires_grad_())
+    grad = torch.randn_like(q)
     runs = []
     for _ in range(5):
         out = F.jagged_attention(
@@ -230,16 +228,12 @@ def test_alibi_and_t5(kind, offsets_of):
     distances = torch.arange(1 - longest, longest)
     if kind == "alibi":
         slopes = 2.0 ** -torch.arange(1, heads + 1, dtype=torch.float64)
-        table, of_distance = (
-            -slopes[:, None] * distances.abs(),
-            lambda d: -slopes[:, None, None] * d.abs(),
-        )
+        table = -slopes[:, None] * distances.abs()
+        of_distance = lambda d: -slopes[:, None, None] * d.abs()
     else:
         weights = torch.randn(32, heads, dtype=torch.float64)
-        table, of_distance = (
-            weights[t5_buckets(distances)].T,
-            lambda d: weights[t5_buckets(d)].permute(2, 0, 1),
-        )
+        table = weights[t5_buckets(distances)].T
+        of_distance = lambda d: weights[t5_buckets(d)].permute(2, 0, 1)
     out = F.jagged_attention(
         q,
         k,
@@ -337,10 +331,8 @@ def powers_of_e(exponent, count, bits=400):
     """(lower, upper) bounds of e^(exponent · k) for k = 1, ..., count, as exact fractions."""
     below = sum((exponent**n / factorial(n) for n in range(80)), Fraction(0))
     above = below + 2 * exponent**80 / factorial(80)
-    below, above = (
-        Fraction(floor(below * 2**bits), 2**bits),
-        Fraction(ceil(above * 2**bits), 2**bits),
-    )
+    below = Fraction(floor(below * 2**bits), 2**bits)
+    above = Fraction(ceil(above * 2**bits), 2**bits)
     return [(below**k, above**k) for k in range(1, count + 1)]
 
 

@@ -14,10 +14,8 @@ SMALL_TILES = jm.zigzag_schedule([2, 4], [2, 4], num_heads=2, block_m=8, block_n
 SCHEDULE = jm.zigzag_schedule([2, 4], [2, 4], num_heads=4, block_m=16, block_n=16)
 GROUPS = dict(q_offsets=torch.tensor([0, 2, 6, 6]), kv_offsets=torch.tensor([0, 6]))
 NO_KEYS = dict(k=torch.ones(0, 2, 8), v=torch.ones(0, 2, 8), kv_offsets=torch.tensor([0]))
-SILU, TARGETS = (
-    dict(activation="silu"),
-    jm.AttentionMask(causal=True, num_targets=torch.tensor([3, 4])),
-)
+SILU = dict(activation="silu")
+TARGETS = jm.AttentionMask(causal=True, num_targets=torch.tensor([3, 4]))
 BAD = [
     (dict(q=None), TypeError, "q must be a torch.Tensor, got NoneType"),
     (dict(v=[1.0]), TypeError, "v must be a torch.Tensor, got list"),

@@ -83,11 +83,9 @@ def test_results_are_those_of_the_default_but_for_rounding(name):
 
 
 def test_gradients_of_weights_and_of_second_order():
-    x, weight, bias = (
-        torch.randn(5, 4).double(),
-        torch.randn(3, 4).double(),
-        torch.randn(3).double(),
-    )
+    x = torch.randn(5, 4).double()
+    weight = torch.randn(3, 4).double()
+    bias = torch.randn(3).double()
     e = torch.randn(5, 4, 2).double()
     with jm.batch_invariant(True):
         inputs = [z.requires_grad_() for z in (x, weight, bias, e)]
@@ -119,10 +117,8 @@ class _Gemms(TorchDispatchMode):
 def test_compression_multiplies_no_batch_of_matrices():
     """The bits of torch.bmm depend on the batch with some processors only, so this test looks at
     the operators."""
-    weights, embeddings = (
-        [torch.randn(5, k) for k in (3, 4)],
-        [torch.randn(b, k, 8).requires_grad_() for b, k in ((2, 3), (6, 4))],
-    )
+    weights = [torch.randn(5, k) for k in (3, 4)]
+    embeddings = [torch.randn(b, k, 8).requires_grad_() for b, k in ((2, 3), (6, 4))]
     with _Gemms() as gemms:
         with jm.batch_invariant(True):
             out = F.linear_compress(weights, embeddings, torch.arange(6) % 2)

@@ -95,10 +95,8 @@ def test_rotary_in_every_dtype(rotary, dtype, check, offsets_of):
 @pytest.mark.parametrize("rotary", ["qk", "qkv"])
 def test_rotated_operands_are_not_rounded(rotary, implementation, offsets_of):
     """The error of q's gradient is less than half of that with rotated q and k rounded to bf16."""
-    exact, offsets = (
-        [x.double().requires_grad_() for x in make_qkv(256, dim=64, dtype=torch.bfloat16)],
-        offsets_of([256]),
-    )
+    exact = [x.double().requires_grad_() for x in make_qkv(256, dim=64, dtype=torch.bfloat16)]
+    offsets = offsets_of([256])
     tables, grad = make_rotary(rotary, 64, max_seqlen=256), torch.randn(256, 2, 64).bfloat16()
     q, k, v = (x.detach().bfloat16().requires_grad_() for x in exact)
     rotated = [
@@ -216,10 +214,8 @@ def test_gradcheck(rotary, implementation, offsets_of):
 )
 def test_a_row_changes_its_own_block_alone(row, block, implementation, offsets_of):
     q, k, v = make_qkv(40)
-    offsets, options = (
-        offsets_of([20, 0, 19, 1]),
-        dict(block_size=16, rotary=make_rotary("qkv", 8), implementation=implementation),
-    )
+    offsets = offsets_of([20, 0, 19, 1])
+    options = dict(block_size=16, rotary=make_rotary("qkv", 8), implementation=implementation)
     before = F.block_diagonal_attention(q, k, v, offsets, **options)
     for x in (q, k, v):
         x[row] += 1
@@ -239,11 +235,9 @@ def test_given_positions_equal_to_those_in_the_segments(offsets_of):
 
 
 def test_only_differences_of_positions_matter(offsets_of):
-    tensors, offsets, rotary = (
-        make_qkv(30, dtype=torch.float64),
-        offsets_of([20, 10]),
-        make_rotary("qk", 8),
-    )
+    tensors = make_qkv(30, dtype=torch.float64)
+    offsets = offsets_of([20, 10])
+    rotary = make_rotary("qk", 8)
     positions = torch.cat([torch.arange(20) + 7, torch.arange(10) + 900])
     given = jm.Rotary(rotary.cos, rotary.sin, "qk", positions)
     attended = [

@@ -19,11 +19,9 @@ def make_layer(rotary="qk", **options):
 
 @pytest.mark.parametrize("rotary", ["qk", "qkv", None])
 def test_layer_equals_the_loop(rotary, offsets_of):
-    layer, offsets, x = (
-        make_layer(rotary).double(),
-        offsets_of([40, 0, 7, 16]),
-        torch.randn(63, 12, dtype=torch.float64),
-    )
+    layer = make_layer(rotary).double()
+    offsets = offsets_of([40, 0, 7, 16])
+    x = torch.randn(63, 12, dtype=torch.float64)
 
     def loop(x):
         q, k, v = (
@@ -185,10 +183,8 @@ def test_training_step_changes_every_parameter(rotary, offsets_of):
 def test_traced_by_torchrec_as_a_leaf(offsets_of):
     tracer = pytest.importorskip("torchrec.fx").Tracer(leaf_modules=["BlockDiagonalSelfAttention"])
     model = torch.nn.Sequential(make_layer())
-    traced, x = (
-        torch.fx.GraphModule(model, tracer.trace(model)),
-        (torch.randn(30, 12), offsets_of([30])),
-    )
+    traced = torch.fx.GraphModule(model, tracer.trace(model))
+    x = (torch.randn(30, 12), offsets_of([30]))
     assert torch.equal(traced(x)[0], model(x)[0])
 
 

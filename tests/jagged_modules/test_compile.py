@@ -167,10 +167,8 @@ def attend_rows(q_offsets=None, kv_offsets=None):
     """Attention of rows with sizes that follow from the batch's longest segment."""
 
     def attend(values, offsets, longest):
-        x, options = (
-            values.unflatten(1, (HEADS, -1)),
-            dict(max_seqlen_q=longest, max_seqlen_kv=longest),
-        )
+        x = values.unflatten(1, (HEADS, -1))
+        options = dict(max_seqlen_q=longest, max_seqlen_kv=longest)
         operands = x[:3] if q_offsets else x, *([x[:3]] * 2 if kv_offsets else [x, x])
         options = {} if q_offsets or kv_offsets else options
         return F.jagged_attention(
@@ -188,10 +186,8 @@ def attend_rows(q_offsets=None, kv_offsets=None):
 def attend_to_own_rows(values, offsets, longest):
     """Every row is a candidate of the user of the row."""
     x = values.unflatten(1, (HEADS, -1))
-    index, options = (
-        jm.CandidateIndex.from_offsets(offsets),
-        dict(max_seqlen_q=longest, max_seqlen_kv=longest),
-    )
+    index = jm.CandidateIndex.from_offsets(offsets)
+    options = dict(max_seqlen_q=longest, max_seqlen_kv=longest)
     return F.target_attention(
         x[:, None], x, x, index, offsets, activation="silu", output_scale=longest**-0.5, **options
     )
@@ -257,10 +253,8 @@ def test_containers_that_know_their_longest_segment(kind):
     for users, rows, _ in SIZES[:3]:
         lengths = torch.full((users,), 2)
         lengths[0] += rows - 2 * users
-        offsets, values = (
-            torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
-            torch.randn(rows, WIDTH),
-        )
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        values = torch.randn(rows, WIDTH)
         x = jm.Jagged(values, offsets, int(lengths.max()))
         if kind == "nested":
             x = torch.nested.nested_tensor_from_jagged(
@@ -499,11 +493,9 @@ def test_layer_with_every_container(kind):
     layer = jm.JaggedTargetAttention(WIDTH, HEADS)
     graph, counter = compiled(layer)
     for users, rows, _ in SIZES:
-        targets, values, offsets = (
-            torch.randn(users, 3, WIDTH),
-            torch.randn(rows, WIDTH),
-            random_offsets(users, rows),
-        )
+        targets = torch.randn(users, 3, WIDTH)
+        values = torch.randn(rows, WIDTH)
+        offsets = random_offsets(users, rows)
         out = graph(targets, wrap(values, offsets))
         torch.testing.assert_close(out, layer(targets, (values, offsets)))
         out.sum().backward()

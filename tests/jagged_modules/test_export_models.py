@@ -88,11 +88,9 @@ def encoder_inputs(users, rows, _):
 
 
 def test_export_of_block_diagonal_attention():
-    model, rows, boundaries = (
-        BlockEncoder(),
-        torch.export.Dim("rows"),
-        torch.export.Dim("boundaries"),
-    )
+    model = BlockEncoder()
+    rows = torch.export.Dim("rows")
+    boundaries = torch.export.Dim("boundaries")
     shapes = dict(x={0: rows}, offsets={0: boundaries}, positions={0: rows})
     exported = torch.export.export(model, encoder_inputs(*SIZES[0]), dynamic_shapes=shapes).module()
     for sizes in [*SIZES, (2, 700, 0)]:

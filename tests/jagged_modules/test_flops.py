@@ -203,11 +203,9 @@ def test_a_layer_and_offsets_without_values():
         2 * projections + 4 * 2 * 8 * 2 * 5 * 8,
     )
     meta = jm.JaggedTargetAttention(32, 4, device="meta")
-    targets, values, offsets = (
-        torch.empty(2, 2, 32),
-        torch.empty(8, 32),
-        torch.empty(3, dtype=torch.int64),
-    )
+    targets = torch.empty(2, 2, 32)
+    values = torch.empty(8, 32)
+    offsets = torch.empty(3, dtype=torch.int64)
     call = lambda: meta(targets.to("meta"), (values.to("meta"), offsets.to("meta")))
     projections = 2 * 4 * 32 * 32 + 2 * 8 * 32 * 64 + 2 * 4 * 32 * 32
     assert count(call)[0] == projections + 4 * (4 * 8 // 2) * 2 * 16

@@ -173,11 +173,9 @@ def test_bias(activation, cross, offsets_of):
         torch.randn(5, dtype=torch.float64),
     ]
     x, context = (torch.randn(sum(n), WIDTH, dtype=torch.float64) for n in (lengths, columns))
-    t, u, boundaries = (
-        torch.randint(100, (sum(columns),)),
-        torch.randint(100, (sum(lengths),)),
-        torch.tensor([1, 5, 10, 60]),
-    )
+    t = torch.randint(100, (sum(columns),))
+    u = torch.randint(100, (sum(lengths),))
+    boundaries = torch.tensor([1, 5, 10, 60])
 
     def ours(x, context, position, time):
         bias = jm.RelativeBias(
@@ -267,16 +265,12 @@ def test_dropout(offsets_of):
 
 
 def test_containers(container, offsets_of):
-    values, context_values, offsets = (
-        torch.randn(11, WIDTH),
-        torch.randn(6, WIDTH),
-        offsets_of([4, 0, 7]),
-    )
-    layer, x, context = (
-        jm.JaggedGDPA(WIDTH, HEADS),
-        container(values, offsets),
-        container(context_values, offsets_of([2, 1, 3])),
-    )
+    values = torch.randn(11, WIDTH)
+    context_values = torch.randn(6, WIDTH)
+    offsets = offsets_of([4, 0, 7])
+    layer = jm.JaggedGDPA(WIDTH, HEADS)
+    x = container(values, offsets)
+    context = container(context_values, offsets_of([2, 1, 3]))
     for out, (expected, _) in (
         (layer(x), layer((values, offsets))),
         (layer(x, context), layer((values, offsets), (context_values, offsets_of([2, 1, 3])))),

@@ -90,10 +90,8 @@ def test_other_segments_do_not_matter(config, offsets_of):
 
 def test_the_scaling_length_of_the_container(offsets_of):
     values = history_values()
-    stack, fixed = (
-        double_stack(config_of(scaling_seqlen=None)),
-        double_stack(config_of(scaling_seqlen=30)),
-    )
+    stack = double_stack(config_of(scaling_seqlen=None))
+    fixed = double_stack(config_of(scaling_seqlen=30))
     fixed.load_state_dict(stack.state_dict())
     x = jm.Jagged(values, offsets_of(LENGTHS), max_seqlen=30)
     assert torch.equal(stack(x).values, fixed(x).values)
@@ -139,11 +137,9 @@ def test_cached_histories(config, offsets_dtype, offsets_of):
 def test_caching_and_scoring_call_the_stack_and_its_layers(offsets_of):
     """So forward hooks see both, as they see a plain forward."""
     values = history_values()
-    stack, history, targets = (
-        double_stack(CONFIGS["all"]),
-        (values, offsets_of(LENGTHS)),
-        (values[:10], offsets_of([1] * 10)),
-    )
+    stack = double_stack(CONFIGS["all"])
+    history = (values, offsets_of(LENGTHS))
+    targets = (values[:10], offsets_of([1] * 10))
     seen = []
     for module, name in ((stack, "stack"), *((layer, i) for i, layer in enumerate(stack.layers))):
         module.register_forward_pre_hook(lambda *_, name=name: seen.append(("before", name)))
@@ -218,10 +214,8 @@ def test_a_cache_holds_the_prefix_and_the_recent_history(fields, rows, offsets_o
     stack, values = jm.HSTUStack(WIDTH, HEADS, 2, config), torch.randn(sum(lengths), WIDTH)
     all_rows = jm.HSTUStack(WIDTH, HEADS, 2, config_of())
     all_rows.load_state_dict(stack.state_dict())
-    cache, whole = (
-        stack.cache((values, offsets_of(lengths))),
-        all_rows.cache((values, offsets_of(lengths))),
-    )
+    cache = stack.cache((values, offsets_of(lengths)))
+    whole = all_rows.cache((values, offsets_of(lengths)))
     torch.testing.assert_close(cache.layers[0].values, whole.layers[0].values[kept])
     counts = [int(part.sum()) for part in kept.split(lengths)]
     assert cache.layers[0].offsets.diff().tolist() == counts
@@ -248,10 +242,8 @@ def test_scoring_copies_no_history(offsets_of):
     length = 4000
     stack = jm.HSTUStack(32, 2, 2, config_of())
     with torch.no_grad():
-        cache, targets = (
-            stack.cache((torch.randn(length, 32), offsets_of([length]))),
-            (torch.randn(3, 32), offsets_of([3])),
-        )
+        cache = stack.cache((torch.randn(length, 32), offsets_of([length])))
+        targets = (torch.randn(3, 32), offsets_of([3]))
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         ) as profile:
@@ -272,10 +264,8 @@ def test_layers_share_one_schedule(builds, offsets_of):
     stack(x, num_targets)
     assert len(builds) == 1
     builds.clear()
-    cache, targets = (
-        stack.cache(x),
-        jm.Jagged(torch.randn(20, WIDTH), offsets_of([2] * 10)).to("meta"),
-    )
+    cache = stack.cache(x)
+    targets = jm.Jagged(torch.randn(20, WIDTH), offsets_of([2] * 10)).to("meta")
     assert len(builds) == 1, "the mask without targets"
     for _ in range(2):
         stack.score(targets, cache)
@@ -287,15 +277,11 @@ def test_layers_share_one_schedule(builds, offsets_of):
 
 def test_containers(container, offsets_of):
     stack = jm.HSTUStack(WIDTH, HEADS, 2, config_of())
-    values, target_values, num_targets = (
-        torch.randn(11, WIDTH),
-        torch.randn(6, WIDTH),
-        torch.tensor([1, 0, 2]),
-    )
-    x, targets = (
-        container(values, offsets_of([4, 0, 7])),
-        container(target_values, offsets_of([2, 1, 3])),
-    )
+    values = torch.randn(11, WIDTH)
+    target_values = torch.randn(6, WIDTH)
+    num_targets = torch.tensor([1, 0, 2])
+    x = container(values, offsets_of([4, 0, 7]))
+    targets = container(target_values, offsets_of([2, 1, 3]))
     out, expected = stack(x, num_targets), stack((values, offsets_of([4, 0, 7])), num_targets)
     scores = stack.score(targets, stack.cache(x))
     expected_scores = stack.score(
@@ -450,10 +436,8 @@ def test_no_segments_and_no_rows(offsets_of):
     for config in CONFIGS.values():
         stack = jm.HSTUStack(WIDTH, HEADS, 2, config)
         for lengths in ([], [0, 0]):
-            x, num_targets = (
-                (torch.randn(0, WIDTH), offsets_of(lengths)),
-                torch.zeros(len(lengths), dtype=torch.int64),
-            )
+            x = (torch.randn(0, WIDTH), offsets_of(lengths))
+            num_targets = torch.zeros(len(lengths), dtype=torch.int64)
             assert (
                 stack(x, num_targets)[0].shape
                 == stack.score(x, stack.cache(x))[0].shape
@@ -463,10 +447,8 @@ def test_no_segments_and_no_rows(offsets_of):
 
 def test_autocast(offsets_of):
     stack = jm.HSTUStack(WIDTH, HEADS, 2, config_of())
-    x, targets = (
-        (torch.randn(5, WIDTH), offsets_of([2, 3])),
-        (torch.randn(3, WIDTH), offsets_of([1, 2])),
-    )
+    x = (torch.randn(5, WIDTH), offsets_of([2, 3]))
+    targets = (torch.randn(3, WIDTH), offsets_of([1, 2]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         (out, _), (scores, _) = stack(x), stack.score(targets, stack.cache(x))
     assert out.dtype == scores.dtype == torch.float32  # the residual stream keeps its dtype
@@ -489,10 +471,8 @@ def test_other_dtypes(dtype, offsets_of):
 
 
 def test_dropout(offsets_of):
-    layer, plain = (
-        jm.HSTULayer(WIDTH, HEADS, config_of(dropout=0.5)),
-        jm.HSTULayer(WIDTH, HEADS, config_of()),
-    )
+    layer = jm.HSTULayer(WIDTH, HEADS, config_of(dropout=0.5))
+    plain = jm.HSTULayer(WIDTH, HEADS, config_of())
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(5, WIDTH), offsets_of([2, 3])
     assert not torch.equal(layer(x)[0], layer(x)[0])
@@ -502,11 +482,9 @@ def test_dropout(offsets_of):
 def test_training(offsets_of):
     """Whether the target occurs in the history: every parameter learns, and the loss falls to a
     tenth."""
-    stack, head, items = (
-        jm.HSTUStack(16, HEADS, 2, config_of(contextual_seqlen=1)),
-        nn.Linear(16, 1),
-        torch.randn(4, 16),
-    )
+    stack = jm.HSTUStack(16, HEADS, 2, config_of(contextual_seqlen=1))
+    head = nn.Linear(16, 1)
+    items = torch.randn(4, 16)
     ids, targets = torch.randint(4, (16, 3)), torch.randint(4, (16, 2))
     labels = (ids[:, None, 1:] == targets[:, :, None]).any(2).float().flatten()
     values, offsets = items[torch.cat([ids, targets], dim=1).flatten()], offsets_of([5] * 16)

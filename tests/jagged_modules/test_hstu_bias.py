@@ -168,10 +168,8 @@ def test_a_cache_of_defaults_is_given_the_request_time(offsets_of):
     values, stack, times = history_values(), double_stack(BIASED["both"]), times_of(sum(LENGTHS))
     out, _ = stack((values, offsets_of(LENGTHS)), torch.tensor(TARGETS), timestamps=times)
     request, of_history = moved(times, LENGTHS)[~IS_TARGET], times[~IS_TARGET]
-    history, targets = (
-        (values[~IS_TARGET], offsets_of(HISTORY)),
-        (values[IS_TARGET], offsets_of(TARGETS)),
-    )
+    history = (values[~IS_TARGET], offsets_of(HISTORY))
+    targets = (values[IS_TARGET], offsets_of(TARGETS))
     scores, _ = stack.score(
         targets, stack.cache(history, of_history, request), timestamps=times[IS_TARGET]
     )
@@ -200,10 +198,8 @@ def test_a_cache_keeps_the_timestamps_of_its_rows(name, offsets_of):
 
 def test_a_layer_finds_the_query_timestamps_of_targets_itself(offsets_of):
     stack, times = double_stack(BIASED["both"]), times_of(20)
-    history, targets = (
-        (history_values(), offsets_of(LENGTHS)),
-        (torch.randn(20, WIDTH, dtype=torch.float64), offsets_of([2] * 10)),
-    )
+    history = (history_values(), offsets_of(LENGTHS))
+    targets = (torch.randn(20, WIDTH, dtype=torch.float64), offsets_of([2] * 10))
     stack = jm.HSTUStack(WIDTH, HEADS, 1, BIASED["both"]).double()
     config = dataclasses.replace(stack.config, relative_position=LONGEST + 2)
     stack = jm.HSTUStack(WIDTH, HEADS, 1, config).double()
@@ -289,10 +285,8 @@ def test_other_dtypes(dtype, offsets_of):
 def test_shapes_on_the_meta_device_and_without_rows(offsets_of):
     config = BIASED["groups"]
     stack = jm.HSTUStack(WIDTH, HEADS, 2, config, device="meta")
-    x, times = (
-        (torch.empty(11, WIDTH, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")),
-        times_of(11).to("meta"),
-    )
+    x = (torch.empty(11, WIDTH, device="meta"), torch.empty(4, dtype=torch.int64, device="meta"))
+    times = times_of(11).to("meta")
     assert stack(x, timestamps=times)[0].shape == (11, WIDTH)
     assert stack.score(x, stack.cache(x, times), timestamps=times)[0].shape == (11, WIDTH)
     stack, none = jm.HSTUStack(WIDTH, HEADS, 2, config), torch.zeros(0, dtype=torch.int64)
@@ -308,12 +302,10 @@ def test_shapes_on_the_meta_device_and_without_rows(offsets_of):
 def test_timestamps_of_a_keyed_jagged_tensor(offsets_of):
     """Another feature's values, or int64 weights."""
     torchrec = pytest.importorskip("torchrec")
-    layer, times, values, offsets = (
-        jm.HSTULayer(WIDTH, HEADS, BIASED["both"]),
-        times_of(5),
-        torch.randn(5, WIDTH),
-        offsets_of([2, 3]),
-    )
+    layer = jm.HSTULayer(WIDTH, HEADS, BIASED["both"])
+    times = times_of(5)
+    values = torch.randn(5, WIDTH)
+    offsets = offsets_of([2, 3])
     features = torchrec.KeyedJaggedTensor(["time"], times, offsets=offsets, weights=times)
     out = layer(
         torchrec.JaggedTensor(values, offsets=offsets), timestamps=features["time"].weights()
@@ -333,11 +325,9 @@ def test_compiles_once():
     graph, counter = compiled(stack, floats_as_inputs=True)
     compilations = []
     for segments, rows, _ in SIZES:
-        offsets, times, values = (
-            random_offsets(segments, rows),
-            times_of(rows),
-            torch.randn(rows, WIDTH),
-        )
+        offsets = random_offsets(segments, rows)
+        times = times_of(rows)
+        values = torch.randn(rows, WIDTH)
         results = []
         for call in (stack, graph):
             out, _ = call((values, offsets), timestamps=times)
@@ -357,10 +347,8 @@ def test_scoring_compiles_once():
         cache = stack.cache(
             (torch.randn(rows, WIDTH), random_offsets(segments, rows)), times_of(rows)
         )
-        targets, times = (
-            (torch.randn(count, WIDTH), random_offsets(segments, count)),
-            times_of(count),
-        )
+        targets = (torch.randn(count, WIDTH), random_offsets(segments, count))
+        times = times_of(count)
         expected = stack.score(targets, cache, timestamps=times)[0]
         torch.testing.assert_close(graph(targets, cache, timestamps=times)[0], expected)
         compilations.append(counter.frame_count)

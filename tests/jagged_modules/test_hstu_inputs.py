@@ -34,10 +34,8 @@ def test_compiles_once(kind, config):
     compilations = []
     for segments, rows, _ in SIZES:
         offsets = random_offsets(segments, rows)
-        num_targets, values = (
-            torch.minimum(offsets.diff(), torch.randint(3, (segments,))),
-            torch.randn(rows, WIDTH),
-        )
+        num_targets = torch.minimum(offsets.diff(), torch.randint(3, (segments,)))
+        values = torch.randn(rows, WIDTH)
         results = []
         for call in (stack, graph):
             leaf = values.clone().requires_grad_()

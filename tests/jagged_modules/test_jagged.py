@@ -297,10 +297,8 @@ def step(targets, history, candidates=None):
 
 
 def test_jagged_layers_share_one_schedule(builds, values, offsets, offsets_of):
-    history, targets = (
-        jm.Jagged(values, offsets).to("meta"),
-        jm.Jagged(torch.randn(6, 8), offsets_of([1, 2, 0, 3])).to("meta"),
-    )
+    history = jm.Jagged(values, offsets).to("meta")
+    targets = jm.Jagged(torch.randn(6, 8), offsets_of([1, 2, 0, 3])).to("meta")
     step(targets, history)
     assert builds == ["device_schedule"]
     step(targets, history.with_values(history.values))
@@ -313,15 +311,11 @@ def test_jagged_layers_share_one_schedule(builds, values, offsets, offsets_of):
 def test_the_device_makes_the_schedule_of_a_forward_alone(builds, values, offsets):
     """Without gradients, unless it was prepared. A backward that meets it later makes its own
     list."""
-    history, index = (
-        jm.Jagged(values, offsets).to("meta"),
-        jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])).to("meta"),
-    )
+    history = jm.Jagged(values, offsets).to("meta")
+    index = jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])).to("meta")
     with torch.no_grad():
-        layer, targets = (
-            jm.JaggedTargetAttention(8, 2, device="meta"),
-            torch.empty(4, 1, 8, device="meta"),
-        )
+        layer = jm.JaggedTargetAttention(8, 2, device="meta")
+        targets = torch.empty(4, 1, 8, device="meta")
         for queries in (index, None):
             layer(targets if queries else history, history, *([queries] if queries else []))
         assert builds == ["device_schedule"] * 2 and all(
@@ -361,10 +355,8 @@ def test_nested_tensors_share_the_schedules_of_their_offsets(values, offsets):
 
 
 def test_candidates_share_one_schedule(builds, values, offsets):
-    history, index = (
-        jm.Jagged(values, offsets).to("meta"),
-        jm.CandidateIndex.from_map(torch.tensor([3, 0, 0, 2]), 4),
-    )
+    history = jm.Jagged(values, offsets).to("meta")
+    index = jm.CandidateIndex.from_map(torch.tensor([3, 0, 0, 2]), 4)
     targets = torch.empty(4, 1, 8, device="meta")
     step(targets, history, index)
     step(targets, history, index.to("meta"))
@@ -374,10 +366,8 @@ def test_candidates_share_one_schedule(builds, values, offsets):
 
 
 def test_each_number_of_rows_per_candidate_has_its_schedule(builds, values, offsets):
-    history, index = (
-        jm.Jagged(values, offsets),
-        jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])),
-    )
+    history = jm.Jagged(values, offsets)
+    index = jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1]))
     for rows in (1, 2, 1):
         history.prepare(**SIZES, queries=index, rows_per_candidate=rows)
     assert builds == ["host_schedule"] * 2
@@ -416,10 +406,8 @@ def test_the_schedule_is_that_of_the_lengths(builds, values, offsets, offsets_of
 
 def test_a_long_lived_history_keeps_few_schedules(builds, values, offsets):
     """It keeps those built last. Others are built again."""
-    history, queries = (
-        jm.Jagged(values, offsets),
-        [jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])) for _ in range(100)],
-    )
+    history = jm.Jagged(values, offsets)
+    queries = [jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])) for _ in range(100)]
     for index in queries:
         history.prepare(**SIZES, queries=index)
     builds.clear()
@@ -449,10 +437,8 @@ def test_a_prepared_schedule_of_other_sizes_is_noticed(builds, values, offsets):
         "num_heads=2, num_kv_heads=2, head_dim={}, itemsize=4, batch_invariant=False,"
         " queries=Jagged, mask=None"
     )
-    needed, prepared = (
-        rf"it needs \({sizes.format(8)}\)",
-        rf"prepared are \({sizes.format(4)}; .*queries=3, mask=None\)",
-    )
+    needed = rf"it needs \({sizes.format(8)}\)"
+    prepared = rf"prepared are \({sizes.format(4)}; .*queries=3, mask=None\)"
     with pytest.warns(
         UserWarning, match=f"no schedule that Jagged.prepare built fits.*{needed}, {prepared}"
     ):

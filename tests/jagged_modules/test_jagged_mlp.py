@@ -13,11 +13,9 @@ DIMS = [6, 8, 3]
 
 @pytest.mark.parametrize("activation", [*POINTWISE, "swiglu"])
 def test_linear_layers_each_with_an_activation(activation, offsets_of):
-    mlp, x, function = (
-        jm.JaggedMLP(DIMS, activation).double(),
-        torch.randn(5, 6, dtype=torch.float64),
-        swiglu if activation == "swiglu" else POINTWISE[activation].function,
-    )
+    mlp = jm.JaggedMLP(DIMS, activation).double()
+    x = torch.randn(5, 6, dtype=torch.float64)
+    function = swiglu if activation == "swiglu" else POINTWISE[activation].function
     results = []
     for run in (
         lambda x: mlp((x, offsets_of([2, 3])))[0],

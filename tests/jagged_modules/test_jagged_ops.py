@@ -242,10 +242,8 @@ def test_softmax_of_large_scores(offsets_of):
 def test_a_line_that_sees_nothing_gives_0(dim, implementation, offsets_of):
     """As attention does. In every implementation, with zeros as gradients; NaN still gives NaN."""
     plan = F.ScorePlan.from_offsets(offsets_of([2, 3]), offsets_of([4, 2]))
-    p, hidden = (
-        torch.randn(plan.total, dtype=torch.float64),
-        torch.zeros(plan.total, dtype=torch.bool),
-    )
+    p = torch.randn(plan.total, dtype=torch.float64)
+    hidden = torch.zeros(plan.total, dtype=torch.bool)
     for matrix in matrices(hidden, plan):
         (matrix if dim == -1 else matrix.T)[1] = matrix[0, 0] = True
     masked = p.masked_fill(hidden, -torch.inf).requires_grad_()
@@ -275,10 +273,8 @@ def test_host_work_does_not_grow_with_the_segments_nor_padding_with_the_longest(
     """The autograd graph has one node for an operator, and nothing is as large as the segments
     padded to the longest."""
     lengths = [2000, *[3] * 500]
-    plan, offsets = (
-        F.ScorePlan.from_offsets(offsets_of(lengths), offsets_of([1] * 501)),
-        offsets_of(lengths),
-    )
+    plan = F.ScorePlan.from_offsets(offsets_of(lengths), offsets_of([1] * 501))
+    offsets = offsets_of(lengths)
     inputs = [
         torch.randn(shape, requires_grad=True) for shape in ((3500, 4), (501, 4), (501, 4, 4))
     ]
@@ -300,10 +296,8 @@ def test_host_work_does_not_grow_with_the_segments_nor_padding_with_the_longest(
 def test_groups_cover_every_row_once(offsets_of, empty):
     lengths = [GATHERED + 1, 2, 0, 2, 3, GATHERED + 1, *[0] * empty, 3, 2, GATHERED + 1]
     offsets, padded = offsets_of(lengths), offsets_of([7] * len(lengths))
-    counts, numbers = (
-        torch.zeros(sum(lengths)),
-        torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
-    )
+    counts = torch.zeros(sum(lengths))
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     for rows, others in groups(offsets, padded):
         block = rows.take(counts)
         rows.put(counts, block + 1)

@@ -12,10 +12,8 @@ from jagged_modules import functional as F
 
 def calls(offsets_of):
     """Every operator, of tensors alone."""
-    offsets, plan = (
-        offsets_of([2, 0, 3]),
-        F.ScorePlan.from_offsets(offsets_of([2, 0, 3]), offsets_of([4, 5, 1])),
-    )
+    offsets = offsets_of([2, 0, 3])
+    plan = F.ScorePlan.from_offsets(offsets_of([2, 0, 3]), offsets_of([4, 5, 1]))
     x, y, p = torch.randn(5, 4), torch.randn(3, 4, 6), torch.randn(plan.total)
     dense, rows, lengths = torch.randn(3, 3, 4), torch.randn(10, 4), torch.tensor([1, 0, 2])
 

@@ -27,10 +27,8 @@ HSTU = jm.HSTUConfig(scaling_seqlen=30)
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
 def test_rotary_tables_are_on_the_layers_gpu(device):
-    layer, expected = (
-        jm.BlockDiagonalSelfAttention(WIDTH, HEADS, max_seqlen=99, device=device),
-        jm.BlockDiagonalSelfAttention(WIDTH, HEADS),
-    )
+    layer = jm.BlockDiagonalSelfAttention(WIDTH, HEADS, max_seqlen=99, device=device)
+    expected = jm.BlockDiagonalSelfAttention(WIDTH, HEADS)
     layer = layer.to_empty(device="cuda") if device == "meta" else layer.to("cuda")
     layer.load_state_dict(expected.state_dict())
     assert all(x.is_cuda and x.dtype == torch.float32 for x in layer.buffers())
@@ -48,10 +46,8 @@ def test_rotary_tables_are_on_the_layers_gpu(device):
 )
 @pytest.mark.parametrize("kind", ["JaggedTensor", "KeyedJaggedTensor"])
 def test_lazy_rows(kind, name):
-    torchrec, types = (
-        pytest.importorskip("torchrec"),
-        pytest.importorskip("torchrec.distributed.types"),
-    )
+    torchrec = pytest.importorskip("torchrec")
+    types = pytest.importorskip("torchrec.distributed.types")
     layer, (values, offsets) = CASES[name].build(), OnRows.inputs(5, 41, 0)
     x = {
         "JaggedTensor": torchrec.JaggedTensor(values, offsets=offsets),
@@ -65,18 +61,12 @@ def test_lazy_rows(kind, name):
 
 
 def test_lazy_targets_and_candidates():
-    torchrec, lazy = (
-        pytest.importorskip("torchrec"),
-        pytest.importorskip("torchrec.distributed.types").LazyNoWait,
-    )
-    layer, history = (
-        jm.JaggedTargetAttention(WIDTH, HEADS),
-        torchrec.JaggedTensor(*rows()[:1], offsets=OFFSETS),
-    )
-    targets, dense = (
-        torchrec.JaggedTensor(torch.randn(50, WIDTH), offsets=OFFSETS),
-        torch.randn(3, 2, WIDTH),
-    )
+    torchrec = pytest.importorskip("torchrec")
+    lazy = pytest.importorskip("torchrec.distributed.types").LazyNoWait
+    layer = jm.JaggedTargetAttention(WIDTH, HEADS)
+    history = torchrec.JaggedTensor(*rows()[:1], offsets=OFFSETS)
+    targets = torchrec.JaggedTensor(torch.randn(50, WIDTH), offsets=OFFSETS)
+    dense = torch.randn(3, 2, WIDTH)
     assert torch.equal(
         layer(lazy(targets), lazy(history)).values(), layer(targets, history).values()
     )
@@ -85,10 +75,8 @@ def test_lazy_targets_and_candidates():
 
 
 def test_a_lazy_result_is_waited_for_once():
-    torchrec, types = (
-        pytest.importorskip("torchrec"),
-        pytest.importorskip("torchrec.distributed.types"),
-    )
+    torchrec = pytest.importorskip("torchrec")
+    types = pytest.importorskip("torchrec.distributed.types")
     waits = []
 
     class Lazy(types.LazyAwaitable):

@@ -287,10 +287,8 @@ def test_one_shared_level_needs_no_list():
 
 
 def test_initialised_as_one_linear_over_all_levels():
-    layer, linear = (
-        jm.LinearCompressEmbedding(600, 50, (100, 300)),
-        torch.nn.Linear(1000, 50, bias=False),
-    )
+    layer = jm.LinearCompressEmbedding(600, 50, (100, 300))
+    linear = torch.nn.Linear(1000, 50, bias=False)
     for weight in layer.weights:
         assert 0.99 * linear.weight.abs().max() < weight.abs().max() <= 1000**-0.5
     assert [list(x.shape) for x in layer.state_dict().values()] == [[50, 100], [50, 300], [50, 600]]
@@ -393,10 +391,8 @@ def test_bad_keyed_tensors():
 
 
 def test_lazy_embeddings():
-    torchrec, lazy = (
-        pytest.importorskip("torchrec"),
-        pytest.importorskip("torchrec.distributed.types").LazyNoWait,
-    )
+    torchrec = pytest.importorskip("torchrec")
+    lazy = pytest.importorskip("torchrec.distributed.types").LazyNoWait
     layer, (candidate, (shared,), (users,)) = layer_and_inputs("two", candidate_features=names(5))
     keyed = keyed_tensor(torchrec, candidate, names(5))
     assert torch.equal(layer(lazy(keyed), lazy(shared), users), layer(candidate, shared, users))

@@ -29,10 +29,8 @@ def test_a_layer_is_a_range_of_a_profile(case):
 
 def test_a_profile_does_not_compile_again():
     case = CASES["JaggedMLP"]
-    model, inputs = (
-        torch.compile(make(case), backend="eager", fullgraph=True),
-        case.model.inputs(*SIZES[0]),
-    )
+    model = torch.compile(make(case), backend="eager", fullgraph=True)
+    inputs = case.model.inputs(*SIZES[0])
     model(*inputs)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert ranges(model, inputs) == set()

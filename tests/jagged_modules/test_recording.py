@@ -9,10 +9,8 @@ from jagged_modules.containers import candidates, jagged
 
 def test_caches_are_neither_read_nor_written_while_a_graph_records(monkeypatch, offsets_of):
     """The recorded calls are repeated with other lengths in the same tensors."""
-    history, index = (
-        jm.Jagged(torch.randn(5, 8), offsets_of([2, 3])).to("meta"),
-        jm.CandidateIndex.from_counts(torch.tensor([1, 2])),
-    )
+    history = jm.Jagged(torch.randn(5, 8), offsets_of([2, 3])).to("meta")
+    index = jm.CandidateIndex.from_counts(torch.tensor([1, 2]))
 
     def derived():
         return (

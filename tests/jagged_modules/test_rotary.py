@@ -56,20 +56,16 @@ def test_is_computed_in_fp32_or_better_and_rounded_once(dtype, table_dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_is_the_inverse_rotation(dtype):
     x, (cos, sin) = torch.randn(7, 2, 8, dtype=dtype, requires_grad=True), angles(7, 4)
-    strided, expanded = (
-        torch.randn(8, 2, 7, dtype=dtype).permute(2, 1, 0),
-        torch.ones(1, dtype=dtype).expand(7, 2, 8),
-    )
+    strided = torch.randn(8, 2, 7, dtype=dtype).permute(2, 1, 0)
+    expanded = torch.ones(1, dtype=dtype).expand(7, 2, 8)
     for grad in (torch.randn(7, 2, 8, dtype=dtype), strided, expanded):
         (actual,) = torch.autograd.grad(F.apply_rotary(x, cos, sin), x, grad)
         assert torch.equal(actual, F.apply_rotary(grad, cos, -sin))
 
 
 def test_gradcheck():
-    x, tables = (
-        torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True),
-        angles(3, 2, torch.float64),
-    )
+    x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
+    tables = angles(3, 2, torch.float64)
     assert torch.autograd.gradcheck(F.apply_rotary, (x, *tables))
 
 

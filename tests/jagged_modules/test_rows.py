@@ -37,10 +37,8 @@ def test_conversions(dtype, lengths, index, conversions, offsets_of):
 
 @given(data=st.data())
 def test_conversions_round_trip(data, offsets_of):
-    lengths, width = (
-        data.draw(st.lists(st.integers(0, 20), max_size=6)),
-        data.draw(st.integers(0, 4)),
-    )
+    lengths = data.draw(st.lists(st.integers(0, 20), max_size=6))
+    width = data.draw(st.integers(0, 4))
     offsets, longest = offsets_of(lengths), max([0, *lengths])
     values = torch.randn(sum(lengths), width)
     padded = F.jagged_to_padded(
@@ -85,10 +83,8 @@ def test_large_integers_as_padding(conversions, offsets_of, padding_value):
 @pytest.mark.parametrize("lengths", ROW_LENGTHS)
 def test_gradients_of_conversions(lengths, conversions, offsets_of):
     offsets, longest = offsets_of(lengths), max([0, *lengths])
-    values, dense = (
-        torch.randn(sum(lengths), 3, requires_grad=True),
-        torch.randn(len(lengths), longest, 3, requires_grad=True),
-    )
+    values = torch.randn(sum(lengths), 3, requires_grad=True)
+    dense = torch.randn(len(lengths), longest, 3, requires_grad=True)
     grads = (
         torch.randn(3, longest, len(lengths)).permute(2, 1, 0),
         torch.randn(1, 3).expand(sum(lengths), 3),
@@ -130,10 +126,8 @@ def test_rows_past_the_block(offsets_of, monkeypatch, conversions):
 @pytest.mark.parametrize("lengths", ROW_LENGTHS)
 def test_dense_arithmetic(lengths, dtype, offsets_of):
     offsets, b, longest = offsets_of(lengths), len(lengths), max([0, *lengths])
-    x, y = (
-        torch.randn(sum(lengths), 3).to(DTYPES[dtype]),
-        torch.randn(b, longest + 1, 3).to(DTYPES[dtype]),
-    )
+    x = torch.randn(sum(lengths), 3).to(DTYPES[dtype])
+    y = torch.randn(b, longest + 1, 3).to(DTYPES[dtype])
 
     def rows(y):
         return joined([block[:n] for block, n in zip(y, lengths)], y.flatten(0, 1)[:0])

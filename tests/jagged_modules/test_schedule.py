@@ -115,10 +115,8 @@ def test_tiles_made_within_a_call_are_those_of_the_kernels_that_it_takes(
         for n in (60 if q_shared else 4 * rows, 4 * rows)
     )
     with recorded_launches((9, 0)) as launches:
-        offsets, options = (
-            offsets_of([rows] * 4),
-            dict(activation=activation, implementation=implementation),
-        )
+        offsets = offsets_of([rows] * 4)
+        options = dict(activation=activation, implementation=implementation)
         functional.jagged_attention(q, k, k, "shared" if q_shared else offsets, offsets, **options)
     (_, queries, _), *_ = seen
     assert queries.block == tile

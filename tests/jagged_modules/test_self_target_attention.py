@@ -87,10 +87,8 @@ def test_groups_in_every_dtype(activation, dtype, offsets_of):
 def test_scales_of_very_different_size_in_fp16(operands, offsets_of):
     """The keys' sums times another segment's scale are beyond fp16's range, or below it; times
     their own they are not."""
-    queries, keys = (
-        offsets_of([3, 2, 4, 1]),
-        "shared" if operands == "shared keys" else offsets_of([40, 30]),
-    )
+    queries = offsets_of([3, 2, 4, 1])
+    keys = "shared" if operands == "shared keys" else offsets_of([40, 30])
     q, k, v = (torch.randn(n, 2, 8, dtype=torch.float16) for n in (10, 70, 70))
     v, scales = v * 3000, torch.tensor([5.0, 1e-3, 1e-6, 0.1])
     options = dict(activation="silu", output_scale=scales)

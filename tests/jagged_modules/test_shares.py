@@ -178,10 +178,8 @@ def test_results_do_not_depend_on_the_number_of_threads(case, fixed, three_share
         for size in ((rows, 6), (len(lengths), 6, 5))
     )
     table = torch.randn(4, 2 * 40 - 1, requires_grad=True)
-    mask, plan = (
-        jm.AttentionMask(causal=True, contextual_seqlen=2),
-        F.ScorePlan.from_offsets(offsets),
-    )
+    mask = jm.AttentionMask(causal=True, contextual_seqlen=2)
+    plan = F.ScorePlan.from_offsets(offsets)
     call, leaves = {
         "self": (lambda: F.jagged_attention(q, k, v, offsets), (q, k, v)),
         "hstu": (

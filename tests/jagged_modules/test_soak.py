@@ -27,11 +27,9 @@ def resident_bytes() -> int:
 def soak(steps: int, device, extra=lambda: ()):
     """Run the steps. Return cache sizes, objects, bytes and the result of `extra` after a fifth of
     them, and at the end."""
-    cycle, generator, held = (
-        itertools.cycle(make_steps(device).values()),
-        torch.Generator().manual_seed(1),
-        [],
-    )
+    cycle = itertools.cycle(make_steps(device).values())
+    generator = torch.Generator().manual_seed(1)
+    held = []
     for number in range(1, steps + 1):
         next(cycle)(Batch(generator, device))
         if number in (steps // 5, steps):

@@ -39,22 +39,18 @@ def tailed_rows(x, real):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_candidates_of_no_user_in_a_graph(candidates, offsets_of, dtype):
     users, real = candidates
-    q, k, v, offsets = (
-        torch.randn(10, 2, 2, 8),
-        torch.randn(9, 2, 8),
-        torch.randn(9, 2, 8),
-        offsets_of([3, 0, 5, 1]),
-    )
+    q = torch.randn(10, 2, 2, 8)
+    k = torch.randn(9, 2, 8)
+    v = torch.randn(9, 2, 8)
+    offsets = offsets_of([3, 0, 5, 1])
     all_q, some_q = tailed_rows(q, real), q[real].requires_grad_()
     k.requires_grad_()
 
     def attend(q, users):
         return F.target_attention(q, k, v, jm.CandidateIndex.from_map(users, 4), offsets)
 
-    found, expected = (
-        compiled(attend)(all_q, users.to(dtype)),
-        attend(some_q, users[real].to(dtype)),
-    )
+    found = compiled(attend)(all_q, users.to(dtype))
+    expected = attend(some_q, users[real].to(dtype))
     grad = torch.randn(10, 2, 2, 8)
     found = found, *torch.autograd.grad(found, (all_q, k), tailed_rows(grad, real).detach())
     expected = expected, *torch.autograd.grad(expected, (some_q, k), grad[real])
@@ -101,10 +97,8 @@ def test_layers_with_candidates_of_no_user_in_a_graph(candidates, offsets_of, la
 
 def test_compression_clamps_indices_in_a_graph(candidates):
     users, _ = candidates
-    weights, embeddings = (
-        [torch.randn(3, 4), torch.randn(3, 5)],
-        [torch.randn(4, 4, 6), torch.randn(10, 5, 6)],
-    )
+    weights = [torch.randn(3, 4), torch.randn(3, 5)]
+    embeddings = [torch.randn(4, 4, 6), torch.randn(10, 5, 6)]
     expected = F.linear_compress(weights, embeddings, users.clamp(0, 3))
     assert torch.equal(compiled(F.linear_compress)(weights, embeddings, users), expected)
     index = compiled(

@@ -105,18 +105,14 @@ def test_an_index_tensor_gives_the_results_of_a_candidate_index(
     assert torch.equal(
         F.target_attention(q, k, v, users, offsets), F.target_attention(q, k, v, index, offsets)
     )
-    targets, history = (
-        torch.randn(len(users), 2, 10).double(),
-        (torch.randn(10, 12).double(), offsets),
-    )
+    targets = torch.randn(len(users), 2, 10).double()
+    history = (torch.randn(10, 12).double(), offsets)
     assert torch.equal(attention(targets, history, users), attention(targets, history, index))
 
 
 def test_ten_thousand_candidates_of_one_user(offsets_of):
-    index, offsets = (
-        jm.CandidateIndex.from_counts(torch.tensor([2, 10_000, 0])),
-        offsets_of([3, 20, 5]),
-    )
+    index = jm.CandidateIndex.from_counts(torch.tensor([2, 10_000, 0]))
+    offsets = offsets_of([3, 20, 5])
     tensors = torch.randn(10_002, 1, 2, 8), torch.randn(28, 2, 8), torch.randn(28, 2, 8)
     check(
         index.candidate_to_user,
@@ -127,10 +123,8 @@ def test_ten_thousand_candidates_of_one_user(offsets_of):
 
 
 def test_a_history_shared_by_all_users(offsets_of):
-    index, tensors = (
-        jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2),
-        (torch.randn(n, 2, 8) for n in (6, 5, 5)),
-    )
+    index = jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2)
+    tensors = (torch.randn(n, 2, 8) for n in (6, 5, 5))
     q, k, v = tensors
     of_one = torch.zeros(3, dtype=torch.int64)
     check(
@@ -189,11 +183,9 @@ def test_memory_does_not_grow_with_candidates_times_history(shuffled, one_thread
 
 @pytest.mark.parametrize("users", [[0, 0, 2, 2, 2], [2, 0, 2, 2, 0]], ids=["grouped", "shuffled"])
 def test_activations_with_a_scale_for_each_user(users, offsets_of):
-    index, offsets, scale = (
-        jm.CandidateIndex.from_map(torch.tensor(users), 3),
-        offsets_of([4, 6, 3]),
-        torch.tensor([0.5, 2.0, 0.1]),
-    )
+    index = jm.CandidateIndex.from_map(torch.tensor(users), 3)
+    offsets = offsets_of([4, 6, 3])
+    scale = torch.tensor([0.5, 2.0, 0.1])
 
     def operator(q, k, v, scale):
         return F.target_attention(q, k, v, index, offsets, activation="silu", output_scale=scale)
@@ -271,15 +263,11 @@ def test_an_empty_history_gives_the_output_bias(attention, offsets_of):
 
 
 def test_containers(container, attention, offsets_of):
-    history_values, target_values = (
-        torch.randn(11, 12, dtype=torch.float64),
-        torch.randn(6, 10, dtype=torch.float64),
-    )
+    history_values = torch.randn(11, 12, dtype=torch.float64)
+    target_values = torch.randn(6, 10, dtype=torch.float64)
     dense = torch.randn(3, 2, 10, dtype=torch.float64)
-    history, targets = (
-        container(history_values, offsets_of([4, 0, 7])),
-        container(target_values, offsets_of([2, 1, 3])),
-    )
+    history = container(history_values, offsets_of([4, 0, 7]))
+    targets = container(target_values, offsets_of([2, 1, 3]))
     expected, _ = attention(
         (target_values, offsets_of([2, 1, 3])), (history_values, offsets_of([4, 0, 7]))
     )

@@ -69,10 +69,8 @@ def make_steps(device="cpu") -> dict[str, Callable[[Batch], list[Tensor]]]:
         )
 
     def scores(batch):
-        x, y = (
-            batch.randn(batch.rows, WIDTH).requires_grad_(),
-            batch.randn(batch.users, WIDTH, 8).requires_grad_(),
-        )
+        x = batch.randn(batch.rows, WIDTH).requires_grad_()
+        y = batch.randn(batch.users, WIDTH, 8).requires_grad_()
         p = F.jagged2_softmax(F.jagged_jagged_bmm_jagged_out(x, x * 2, batch.plan), batch.plan)
         attended = F.array_jagged_bmm_jagged_out(p, F.jagged_softmax(x, batch.offsets), batch.plan)
         out = F.jagged_dense_bmm(attended, y, batch.offsets)

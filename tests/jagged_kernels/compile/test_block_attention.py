@@ -27,10 +27,8 @@ def compile_block_attention(
     dropout=False,
 ):
     """The compiled kernel with its launch configuration."""
-    kernel, itemsize = (
-        getattr(triton_kernels, f"block_attention_{name}_kernel"),
-        4 if dtype == "fp32" else 2,
-    )
+    kernel = getattr(triton_kernels, f"block_attention_{name}_kernel")
+    itemsize = 4 if dtype == "fp32" else 2
     rotary = "none" if rotate is None else "relative" if relative else "absolute"
     config = block_attention_config(
         name, dim, itemsize, divmod(capability, 10), block_size, group, rotary

@@ -77,10 +77,8 @@ def test_several_query_groups(check_attention, lengths, dtype):
 
 
 def test_several_query_groups_with_a_scale_per_segment(check_attention):
-    lengths, schedule = (
-        ([3, 70, 0, 20, 5, 0], [65, 20, 4]),
-        dict(num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float32),
-    )
+    lengths = ([3, 70, 0, 20, 5, 0], [65, 20, 4])
+    schedule = dict(num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float32)
     schedule = host_schedule(*map(torch.tensor, lengths), **schedule)
     check_attention(
         lengths,

@@ -363,10 +363,8 @@ def test_a_table_of_one_row(offsets):
 
 def test_runs_agree_bit_for_bit(offsets):
     q, k, v = (torch.randn(90, 2, 16) for _ in range(3))
-    tables, grad = (
-        (torch.randn(161).requires_grad_(), torch.randn(2, 9).requires_grad_()),
-        torch.randn_like(q),
-    )
+    tables = (torch.randn(161).requires_grad_(), torch.randn(2, 9).requires_grad_())
+    grad = torch.randn_like(q)
     runs = []
     for _ in range(2):
         bias = jm.RelativeBias(*tables, torch.arange(90) * 7)

@@ -162,10 +162,8 @@ def test_all_edges_of_the_leading_bits():
 
 def test_any_value_is_kept():
     """NaNs, infinities, zeros of both signs and denormal numbers."""
-    boundaries, time = (
-        torch.tensor([3, 1000]),
-        torch.tensor([[math.nan, -math.inf, -0.0], [0.0, 2.0**-149, math.inf]]),
-    )
+    boundaries = torch.tensor([3, 1000])
+    time = torch.tensor([[math.nan, -math.inf, -0.0], [0.0, 2.0**-149, math.inf]])
     for table in (time, time[:1]):
         bias = kernel_bias(
             params(
@@ -227,11 +225,9 @@ def test_the_kernels_argument():
 @pytest.mark.parametrize("heads, entries", [(1, 1), (3, 5), (2, 601)])
 def test_position_tables_are_padded_with_their_ends(heads, entries):
     """In one launch with the tables that find buckets, and alone."""
-    position, time, boundaries = (
-        torch.randn(heads, entries),
-        torch.randn(2, 21),
-        jm.RelativeBias.log_boundaries(20),
-    )
+    position = torch.randn(heads, entries)
+    time = torch.randn(2, 21)
+    boundaries = jm.RelativeBias.log_boundaries(20)
     expected = pad(position / SCALE, (PAD.value, PAD.value), mode="replicate")
     assert torch.equal(kernel_bias(params(position)).position_ptr, expected)
     times = torch.arange(3)
@@ -251,11 +247,9 @@ def test_position_tables_are_padded_with_their_ends(heads, entries):
 def test_extremes_of_timestamps(query_times):
     """And the timestamps after the earliest, of each 64 rows of a segment: empty, short and long
     ones, with timestamps in any order."""
-    q_lens, kv_lens, shifts = (
-        [0, 5, 64, 65, 1500, 1],
-        [3, 0, 200, 65, 1111, 70],
-        [-2, 0, 100, 0, 3, 69],
-    )
+    q_lens = [0, 5, 64, 65, 1500, 1]
+    kv_lens = [3, 0, 200, 65, 1111, 70]
+    shifts = [-2, 0, 100, 0, 3, 69]
     q_offsets, kv_offsets = (torch.tensor([0, *x]).cumsum(0).int() for x in (q_lens, kv_lens))
     times = torch.randint(-(2**62), 2**62, (sum(kv_lens),))
     of_queries = torch.randint(-(2**62), 2**62, (sum(q_lens),))

@@ -18,12 +18,10 @@ def cases(offsets):
     x_offsets, y_offsets = offsets(LENGTHS), offsets(OTHERS)
     plan = F.ScorePlan.from_offsets(x_offsets, y_offsets)
     rows, others, triton = sum(LENGTHS), sum(OTHERS), dict(implementation="triton")
-    x, y, other, p = (
-        torch.randn(rows, 12),
-        torch.randn(rows, 7),
-        torch.randn(others, 12),
-        torch.randn(plan.total),
-    )
+    x = torch.randn(rows, 12)
+    y = torch.randn(rows, 7)
+    other = torch.randn(others, 12)
+    p = torch.randn(plan.total)
     matrices, bias = torch.randn(5, 12, 7), torch.randn(5, 7)
     return {
         "dense": (

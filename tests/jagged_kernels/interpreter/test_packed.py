@@ -125,10 +125,8 @@ def test_packed_tiles(check_packed_tiles, seed):
 @pytest.mark.parametrize("seed", range(6))
 def test_packed_tiles_of_two_sides(check_packed_tiles, seed):
     random = torch.Generator().manual_seed(seed)
-    num_segments, longest = (
-        [1, 63, 64, 65, 200, 300][seed],
-        [(64, 64), (90, 5), (5, 90), (70, 70), (20, 66), (2, 9)][seed],
-    )
+    num_segments = [1, 63, 64, 65, 200, 300][seed]
+    longest = [(64, 64), (90, 5), (5, 90), (70, 70), (20, 66), (2, 9)][seed]
     lengths = tuple(
         torch.randint(0, n + 1, (num_segments,), generator=random).tolist() for n in longest
     )

@@ -6,11 +6,9 @@ import torch
 from jagged_modules.transforms import rules
 
 aten = torch.ops.aten
-WEIGHT, SQUARE, VECTOR = (
-    torch.randn(5, 6).double(),
-    torch.randn(6, 6).double(),
-    torch.randn(6).double(),
-)
+WEIGHT = torch.randn(5, 6).double()
+SQUARE = torch.randn(6, 6).double()
+VECTOR = torch.randn(6).double()
 TABLE, PICK = torch.randn(9, 3).double(), torch.tensor([2, 0, 2])
 KERNEL, BILINEAR = torch.randn(5, 4, 3).double(), torch.randn(5, 6, 6).double()
 # Parameters of a recurrence of width 3 in both directions over x [C, 4, 6], by the number of its

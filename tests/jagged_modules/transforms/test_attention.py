@@ -130,11 +130,9 @@ def test_models(name):
 def test_a_user_without_visible_keys_is_as_in_the_model(name):
     """scaled_dot_product_attention gives 0, a softmax NaN. Other users are not affected."""
     model, fused = model_and_fused(name)
-    history, item, index = (
-        torch.randn(3, KEYS, DIM),
-        torch.randn(5, DIM),
-        torch.tensor([1, 0, 1, 2, 0]),
-    )
+    history = torch.randn(3, KEYS, DIM)
+    item = torch.randn(5, DIM)
+    index = torch.tensor([1, 0, 1, 2, 0])
     padding = torch.zeros(3, KEYS, dtype=torch.bool)
     padding[1] = True
     expected = replicated(model, history, padding, item, index)
@@ -170,11 +168,9 @@ def test_other_masks_keep_the_operator(name):
     model = OtherMask(MASKS[name]).eval()
     fused = fused_by_caller(model)
     assert not uses_target_attention(fused)
-    history, item, index = (
-        torch.randn(3, KEYS, DIM),
-        torch.randn(5, DIM),
-        torch.tensor([1, 0, 1, 2, 0]),
-    )
+    history = torch.randn(3, KEYS, DIM)
+    item = torch.randn(5, DIM)
+    index = torch.tensor([1, 0, 1, 2, 0])
     padding = torch.rand(3, KEYS) < 0.4
     padding[:, 0] = False
     expected = replicated(model, history, padding, item, index)
@@ -317,12 +313,10 @@ def test_all_inputs_have_one_batch(rows, events):
         "fused"
     ]
     assert model._forward_pre_hooks == hooks
-    item, history, lengths, index = (
-        torch.randn(30, DIM),
-        torch.randn(4, 9, DIM),
-        torch.randint(1, 9, (4,)),
-        torch.randint(4, (30,)),
-    )
+    item = torch.randn(30, DIM)
+    history = torch.randn(4, 9, DIM)
+    lengths = torch.randint(1, 9, (4,))
+    index = torch.randint(4, (30,))
     torch.testing.assert_close(
         fused(item, history, lengths, candidate_to_user=index),
         model(item, history[index], lengths[index]),

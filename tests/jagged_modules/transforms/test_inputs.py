@@ -300,10 +300,8 @@ def test_a_capture_under_autocast():
         profile, item = inputs(users)[0], inputs(3)[1]
         assert fused(profile, item, candidate_to_user=index).dtype == torch.float32
         with torch.autocast("cpu", torch.bfloat16):
-            found, expected = (
-                fused(profile, item, candidate_to_user=index),
-                MODEL(profile[index], item),
-            )
+            found = fused(profile, item, candidate_to_user=index)
+            expected = MODEL(profile[index], item)
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
 
@@ -500,12 +498,10 @@ def test_inputs_that_the_model_never_joins():
 
     example = torch.randn(32, 4), torch.randn(32, 5, 4), torch.randn(32, 4)
     fused = fuse_broadcasts(Towers().eval(), example, request_only=["profile", "history"])
-    profile, history, item, index = (
-        torch.randn(3, 4),
-        torch.randn(3, 5, 4),
-        torch.randn(5, 4),
-        torch.tensor([0, 2, 2, 0, 1]),
-    )
+    profile = torch.randn(3, 4)
+    history = torch.randn(3, 5, 4)
+    item = torch.randn(5, 4)
+    index = torch.tensor([0, 2, 2, 0, 1])
     found = copy.deepcopy(fused)(profile, history, item, candidate_to_user=index)
     torch.testing.assert_close(found, Towers()(profile[index], history[index], item))
 

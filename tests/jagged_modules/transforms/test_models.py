@@ -254,10 +254,8 @@ def test_this_projects_example(monkeypatch):
 
     def inputs(history, candidates):
         history, candidates = torch.tensor([0, *history]), torch.tensor([0, *candidates])
-        events, items = (
-            torch.randn(int(history.sum()), dim),
-            torch.randn(int(candidates.sum()), dim),
-        )
+        events = torch.randn(int(history.sum()), dim)
+        items = torch.randn(int(candidates.sum()), dim)
         users = torch.randn(len(history) - 1, features, dim)
         return (
             events,

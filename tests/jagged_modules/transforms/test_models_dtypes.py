@@ -43,10 +43,8 @@ class Case:
 def _attention(users, candidates):
     padding = torch.rand(users, test_attention.KEYS) < 0.4
     padding[:, 3] = False
-    history, item = (
-        torch.randn(users, test_attention.KEYS, test_attention.DIM),
-        torch.randn(candidates, test_attention.DIM),
-    )
+    history = torch.randn(users, test_attention.KEYS, test_attention.DIM)
+    item = torch.randn(candidates, test_attention.DIM)
     return dict(history=history, padding=padding, item=item)
 
 

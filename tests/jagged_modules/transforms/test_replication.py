@@ -229,11 +229,9 @@ def test_replication_by_the_caller():
     graph = copy.deepcopy(fused)
     for users, index in ((3, [2, 0, 2, 2, 0]), (1, [0, 0, 0]), (6, [4]), (1, [0]), (2, [1, 0])):
         index = torch.tensor(index)
-        history, profile, item = (
-            torch.randn(users, 5, 8),
-            torch.randn(users, 4),
-            torch.randn(len(index), 8),
-        )
+        history = torch.randn(users, 5, 8)
+        profile = torch.randn(users, 4)
+        item = torch.randn(len(index), 8)
         expected = model(history[index], profile[index], item)
         torch.testing.assert_close(graph(history, profile, item, candidate_to_user=index), expected)
         torch.testing.assert_close(
@@ -258,12 +256,10 @@ def test_one_row_in_the_example_is_enough():
         (torch.randn(1, 5, 8), torch.randn(1, 4), torch.randn(1, 8)),
         request_only=("history", "profile"),
     )
-    history, profile, item, index = (
-        torch.randn(2, 5, 8),
-        torch.randn(2, 4),
-        torch.randn(3, 8),
-        torch.tensor([1, 0, 1]),
-    )
+    history = torch.randn(2, 5, 8)
+    profile = torch.randn(2, 4)
+    item = torch.randn(3, 8)
+    index = torch.tensor([1, 0, 1])
     torch.testing.assert_close(
         fused(history, profile, item, candidate_to_user=index),
         model(history[index], profile[index], item),
@@ -278,12 +274,10 @@ def test_equal_sizes_prove_nothing():
             return (x[m] + y[n]).tanh()
 
     model = Model().eval()
-    x, y, m, n = (
-        torch.randn(3, 4),
-        torch.randn(3, 4),
-        torch.tensor([0, 1, 2, 0, 1]),
-        torch.tensor([2, 2, 1, 0, 0]),
-    )
+    x = torch.randn(3, 4)
+    y = torch.randn(3, 4)
+    m = torch.tensor([0, 1, 2, 0, 1])
+    n = torch.tensor([2, 2, 1, 0, 0])
     fused = fuse_broadcasts(model, (x, y, m, n))
     torch.testing.assert_close(fused(x, y, m, n), model(x, y, m, n))
 
