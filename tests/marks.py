@@ -1,7 +1,7 @@
 """Marks of tests and parameters that `make test` leaves out and `make test-slow` runs."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
@@ -28,4 +28,12 @@ def diagonal_first(*lists: Iterable) -> list[tuple]:
     return [
         tuple(y for x in combination for y in (x if isinstance(x, tuple) else (x,)))
         for combination in first + others
+    ]
+
+
+def raising(error: type[Exception], cases: Mapping[str, object]) -> list[tuple]:
+    """Rows for `pytest.mark.parametrize`, each (*cause, error, message), from message: cause. A
+    cause that is a tuple is several values."""
+    return [
+        (*(x if isinstance(x, tuple) else (x,)), error, message) for message, x in cases.items()
     ]
