@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jagged_kernels.schedule import cost
 from jagged_kernels.schedule.cost import EXACT_WORK, SHORT, WORK_CLASSES, tile_work, work_class
 from jagged_kernels.schedule.host import tile_capacity, zigzag_schedule
+from marks import raising
 
 import jagged_modules as jm
 
@@ -335,58 +336,48 @@ def test_masked_schedules_are_balanced(targets):
 
 
 BAD = [
-    (dict(mask="causal"), TypeError, "mask must be an AttentionMask, got str"),
-    (
-        dict(mask=jm.AttentionMask(num_targets=torch.tensor([1, 2]))),
-        ValueError,
-        "must have one entry per segment, 1, got 2",
-    ),
-    (
-        dict(q_lengths=[1, 2, 3], kv_lengths=[1, 2]),
-        ValueError,
-        "q_lengths must describe as many segments as kv_lengths, .*, got 3 and 2",
-    ),
-    (
-        dict(kv_lengths=[1, 2]),
-        ValueError,
-        "q_lengths must describe as many .*, or a multiple of them, got 1 and 2",
-    ),
-    (
-        dict(q_lengths=[1, 2], key_tiles=True),
-        ValueError,
-        "kv_lengths must describe as many .*, or a multiple of them, got 1 and 2",
-    ),
-    (dict(q_lengths=[]), ValueError, "q_lengths must describe as many segments .*, got 0 and 1"),
-    (
-        dict(q_lengths=[1, 2], mask=jm.AttentionMask(num_targets=torch.tensor([1, 1]))),
-        ValueError,
-        "mask.num_targets must be None with several query groups, got 2 groups",
-    ),
-    (dict(q_lengths=[-1]), ValueError, "q_lengths must not be negative, got -1"),
-    (dict(kv_lengths=torch.tensor([-3])), ValueError, "kv_lengths must not be negative, got -3"),
-    (dict(q_lengths=[1.5]), TypeError, "q_lengths must hold integers, got torch.float32"),
-    (
-        dict(q_lengths=torch.tensor([True])),
+    *raising(
         TypeError,
-        "q_lengths must hold integers, got torch.bool",
+        {
+            "mask must be an AttentionMask, got str": dict(mask="causal"),
+            "q_lengths must hold integers, got torch.float32": dict(q_lengths=[1.5]),
+            "q_lengths must hold integers, got torch.bool": dict(q_lengths=torch.tensor([True])),
+            "q_lengths must hold integers, got None": dict(q_lengths=None),
+            "q_lengths must hold integers, got 'abc'": dict(q_lengths="abc"),
+            "block_n must be an int, got float": dict(block_n=2.0),
+        },
     ),
-    (dict(q_lengths=None), TypeError, "q_lengths must hold integers, got None"),
-    (dict(q_lengths="abc"), TypeError, "q_lengths must hold integers, got 'abc'"),
-    (
-        dict(q_lengths=torch.tensor([[1]])),
+    *raising(
         ValueError,
-        r"q_lengths must have shape \[B\], got \[1, 1\]",
+        {
+            "must have one entry per segment, 1, got 2": dict(
+                mask=jm.AttentionMask(num_targets=torch.tensor([1, 2]))
+            ),
+            "q_lengths must describe as many segments as kv_lengths, .*, got 3 and 2": dict(
+                q_lengths=[1, 2, 3], kv_lengths=[1, 2]
+            ),
+            "q_lengths must describe as many .*, or a multiple of them, got 1 and 2": dict(
+                kv_lengths=[1, 2]
+            ),
+            "kv_lengths must describe as many .*, or a multiple of them, got 1 and 2": dict(
+                q_lengths=[1, 2], key_tiles=True
+            ),
+            "q_lengths must describe as many segments .*, got 0 and 1": dict(q_lengths=[]),
+            "mask.num_targets must be None with several query groups, got 2 groups": dict(
+                q_lengths=[1, 2], mask=jm.AttentionMask(num_targets=torch.tensor([1, 1]))
+            ),
+            "q_lengths must not be negative, got -1": dict(q_lengths=[-1]),
+            "kv_lengths must not be negative, got -3": dict(kv_lengths=torch.tensor([-3])),
+            r"q_lengths must have shape \[B\], got \[1, 1\]": dict(q_lengths=torch.tensor([[1]])),
+            "q_lengths must be on the host, got device meta": dict(
+                q_lengths=torch.tensor([1], device="meta")
+            ),
+            "num_heads must be at least 1, got 0": dict(num_heads=0),
+            "block_m must be at least 1, got -16": dict(block_m=-16),
+            "block_n must be at least 1, got 0": dict(block_n=0),
+        },
     ),
-    (
-        dict(q_lengths=torch.tensor([1], device="meta")),
-        ValueError,
-        "q_lengths must be on the host, got device meta",
-    ),
-    (dict(num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
-    (dict(block_m=-16), ValueError, "block_m must be at least 1, got -16"),
     (dict(block_n=0), ValueError, "block_n must be at least 1, got 0"),
-    (dict(block_n=0), ValueError, "block_n must be at least 1, got 0"),
-    (dict(block_n=2.0), TypeError, "block_n must be an int, got float"),
 ]
 
 

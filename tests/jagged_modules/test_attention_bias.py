@@ -10,7 +10,7 @@ import pytest
 import torch
 from calls import check
 from cases import legal, simplest_case, with_random_data
-from marks import slow_after
+from marks import raising, slow_after
 from space import BIASES, MASKS
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -424,98 +424,72 @@ def test_boundaries_are_made_on_demand():
 POSITION, TIME, TIMES = torch.zeros(9), torch.zeros(4), torch.arange(6)
 TIMED = dict(time=TIME, timestamps=TIMES)
 BAD_FIELDS = [
-    ({}, ValueError, "^position or time must be given, got None for both"),
-    (dict(position=[0.0]), TypeError, "position must be a torch.Tensor, got list"),
-    (
-        dict(position=torch.zeros(9, dtype=torch.int64)),
+    *raising(
+        ValueError,
+        {
+            "^position or time must be given, got None for both": {},
+            r"position must have shape \[2N - 1\] or \[H, 2N - 1\], got \[8\]": dict(
+                position=torch.zeros(8)
+            ),
+            r"position must have shape \[2N - 1\] or \[H, 2N - 1\], got \[0\]": dict(
+                position=torch.zeros(0)
+            ),
+            r"position must have shape \[2N - 1\] or \[H, 2N - 1\], got \[2, 2, 9\]": dict(
+                position=torch.zeros(2, 2, 9)
+            ),
+            r"position must have shape \[2N - 1\] or \[H, 2N - 1\], got \[\]": dict(
+                position=torch.zeros(())
+            ),
+            r"time must have shape \[K \+ 1\] or \[H, K \+ 1\], got \[2, 0\]": dict(
+                TIMED, time=torch.zeros(2, 0)
+            ),
+            r"time must have shape \[K \+ 1\] or \[H, K \+ 1\], got \[1, 2, 3\]": dict(
+                TIMED, time=torch.zeros(1, 2, 3)
+            ),
+            "timestamps must be given with time, got None": dict(time=TIME),
+            "timestamps must be None without time, got a Tensor": dict(
+                position=POSITION, timestamps=TIMES
+            ),
+            "boundaries must be None without time, got a Tensor": dict(
+                position=POSITION, boundaries=TIMES
+            ),
+            "query_timestamps must be None without time, got a Tensor": dict(
+                position=POSITION, query_timestamps=TIMES
+            ),
+            r"timestamps must be 1-D, got shape \[1, 6\]": dict(TIMED, timestamps=TIMES[None]),
+            "boundaries must have one element less than time has buckets, 3, got 2": dict(
+                TIMED, boundaries=torch.tensor([1, 2])
+            ),
+            r"boundaries must not decrease, got tensor\(\[1, 3, 2\]\)": dict(
+                TIMED, boundaries=torch.tensor([1, 3, 2])
+            ),
+            r"query_shift must .*1-D.*": dict(position=POSITION, query_shift=TIMES[None]),
+        },
+    ),
+    *raising(
         TypeError,
-        "position must be float64, .*, got torch.int64",
+        {
+            "position must be a torch.Tensor, got list": dict(position=[0.0]),
+            "position must be float64, .*, got torch.int64": dict(
+                position=torch.zeros(9, dtype=torch.int64)
+            ),
+            "time must be a torch.Tensor, got float": dict(TIMED, time=0.5),
+            "timestamps must be a torch.Tensor, got list": dict(TIMED, timestamps=[1, 2]),
+            "timestamps must be int64, got torch.int32": dict(TIMED, timestamps=TIMES.int()),
+            "query_timestamps must be int64, got torch.float32": dict(
+                TIMED, query_timestamps=TIMES.float()
+            ),
+            "boundaries must be int64, got torch.int32": dict(
+                TIMED, boundaries=torch.tensor([1, 2, 3]).int()
+            ),
+            "query_shift must be a torch.Tensor, got list": dict(
+                position=POSITION, query_shift=[0]
+            ),
+            "query_shift must be int32 or int64, got torch.float32": dict(
+                position=POSITION, query_shift=torch.zeros(2)
+            ),
+        },
     ),
-    (
-        dict(position=torch.zeros(8)),
-        ValueError,
-        r"position must have shape \[2N - 1\] or \[H, 2N - 1\], got \[8\]",
-    ),
-    (
-        dict(position=torch.zeros(0)),
-        ValueError,
-        r"position must have shape \[2N - 1\] or \[H, 2N - 1\], got \[0\]",
-    ),
-    (
-        dict(position=torch.zeros(2, 2, 9)),
-        ValueError,
-        r"position must have shape \[2N - 1\] or \[H, 2N - 1\], got \[2, 2, 9\]",
-    ),
-    (
-        dict(position=torch.zeros(())),
-        ValueError,
-        r"position must have shape \[2N - 1\] or \[H, 2N - 1\], got \[\]",
-    ),
-    (
-        dict(TIMED, time=torch.zeros(2, 0)),
-        ValueError,
-        r"time must have shape \[K \+ 1\] or \[H, K \+ 1\], got \[2, 0\]",
-    ),
-    (
-        dict(TIMED, time=torch.zeros(1, 2, 3)),
-        ValueError,
-        r"time must have shape \[K \+ 1\] or \[H, K \+ 1\], got \[1, 2, 3\]",
-    ),
-    (dict(TIMED, time=0.5), TypeError, "time must be a torch.Tensor, got float"),
-    (dict(time=TIME), ValueError, "timestamps must be given with time, got None"),
-    (
-        dict(position=POSITION, timestamps=TIMES),
-        ValueError,
-        "timestamps must be None without time, got a Tensor",
-    ),
-    (
-        dict(position=POSITION, boundaries=TIMES),
-        ValueError,
-        "boundaries must be None without time, got a Tensor",
-    ),
-    (
-        dict(position=POSITION, query_timestamps=TIMES),
-        ValueError,
-        "query_timestamps must be None without time, got a Tensor",
-    ),
-    (dict(TIMED, timestamps=[1, 2]), TypeError, "timestamps must be a torch.Tensor, got list"),
-    (dict(TIMED, timestamps=TIMES.int()), TypeError, "timestamps must be int64, got torch.int32"),
-    (
-        dict(TIMED, timestamps=TIMES[None]),
-        ValueError,
-        r"timestamps must be 1-D, got shape \[1, 6\]",
-    ),
-    (
-        dict(TIMED, query_timestamps=TIMES.float()),
-        TypeError,
-        "query_timestamps must be int64, got torch.float32",
-    ),
-    (
-        dict(TIMED, boundaries=torch.tensor([1, 2, 3]).int()),
-        TypeError,
-        "boundaries must be int64, got torch.int32",
-    ),
-    (
-        dict(TIMED, boundaries=torch.tensor([1, 2])),
-        ValueError,
-        "boundaries must have one element less than time has buckets, 3, got 2",
-    ),
-    (
-        dict(TIMED, boundaries=torch.tensor([1, 3, 2])),
-        ValueError,
-        r"boundaries must not decrease, got tensor\(\[1, 3, 2\]\)",
-    ),
-    (
-        dict(position=POSITION, query_shift=[0]),
-        TypeError,
-        "query_shift must be a torch.Tensor, got list",
-    ),
-    (
-        dict(position=POSITION, query_shift=torch.zeros(2)),
-        TypeError,
-        "query_shift must be int32 or int64, got torch.float32",
-    ),
-    (dict(position=POSITION, query_shift=TIMES[None]), ValueError, r"query_shift must .*1-D.*"),
 ]
 
 
@@ -542,72 +516,53 @@ def given(**fields):
 
 
 BAD = [
-    (dict(bias=torch.zeros(9)), TypeError, "bias must be a RelativeBias, got Tensor"),
+    *raising(TypeError, {"bias must be a RelativeBias, got Tensor": dict(bias=torch.zeros(9))}),
+    *raising(
+        ValueError,
+        {
+            "bias.position must be on q's device, cpu, got meta": given(
+                position=POSITION.to("meta")
+            ),
+            "bias.time must be on q's device, cpu, got meta": given(
+                **TIMED | dict(time=TIME.to("meta"))
+            ),
+            "bias.timestamps must be on q's device, cpu, got meta": given(
+                **TIMED | dict(timestamps=TIMES.to("meta"))
+            ),
+            "bias.boundaries must be on q's device, cpu, got meta": given(
+                **TIMED, boundaries=TIMES[:3].to("meta")
+            ),
+            "bias.query_timestamps must be on q's device, cpu, got meta": given(
+                **TIMED, query_timestamps=TIMES.to("meta")
+            ),
+            "bias.query_shift must be on q's device, cpu, got meta": given(
+                position=POSITION, query_shift=TIMES[:2].to("meta")
+            ),
+            "bias.position must have one row for each of q's 2 heads, got 3": given(
+                position=torch.zeros(3, 9)
+            ),
+            "bias.position must have one row for each of q's 2 heads, got 1": given(
+                position=torch.zeros(1, 9)
+            ),
+            "bias.time must have one row for each of q's 2 heads, got 4": given(
+                **TIMED | dict(time=torch.zeros(4, 4))
+            ),
+            "bias.timestamps must have one element for each row of k, 6, got 5": given(
+                **TIMED | dict(timestamps=TIMES[:5])
+            ),
+            "bias.query_timestamps must have one element for each row of q, 6, got 5": given(
+                **TIMED, query_timestamps=TIMES[:5]
+            ),
+            r"bias.query_shift must have one element for each segment of q, 2, got 3": given(
+                position=POSITION, query_shift=TIMES[:3]
+            ),
+        },
+    ),
     (given(position=POSITION) | dict(kv_offsets="shared"), ValueError, NO_POSITION),
     (
         given(position=POSITION) | dict(q_offsets="shared", kv_offsets=torch.tensor([0, 2, 6])),
         ValueError,
         NO_POSITION,
-    ),
-    (
-        given(position=POSITION.to("meta")),
-        ValueError,
-        "bias.position must be on q's device, cpu, got meta",
-    ),
-    (
-        given(**TIMED | dict(time=TIME.to("meta"))),
-        ValueError,
-        "bias.time must be on q's device, cpu, got meta",
-    ),
-    (
-        given(**TIMED | dict(timestamps=TIMES.to("meta"))),
-        ValueError,
-        "bias.timestamps must be on q's device, cpu, got meta",
-    ),
-    (
-        given(**TIMED, boundaries=TIMES[:3].to("meta")),
-        ValueError,
-        "bias.boundaries must be on q's device, cpu, got meta",
-    ),
-    (
-        given(**TIMED, query_timestamps=TIMES.to("meta")),
-        ValueError,
-        "bias.query_timestamps must be on q's device, cpu, got meta",
-    ),
-    (
-        given(position=POSITION, query_shift=TIMES[:2].to("meta")),
-        ValueError,
-        "bias.query_shift must be on q's device, cpu, got meta",
-    ),
-    (
-        given(position=torch.zeros(3, 9)),
-        ValueError,
-        "bias.position must have one row for each of q's 2 heads, got 3",
-    ),
-    (
-        given(position=torch.zeros(1, 9)),
-        ValueError,
-        "bias.position must have one row for each of q's 2 heads, got 1",
-    ),
-    (
-        given(**TIMED | dict(time=torch.zeros(4, 4))),
-        ValueError,
-        "bias.time must have one row for each of q's 2 heads, got 4",
-    ),
-    (
-        given(**TIMED | dict(timestamps=TIMES[:5])),
-        ValueError,
-        "bias.timestamps must have one element for each row of k, 6, got 5",
-    ),
-    (
-        given(**TIMED, query_timestamps=TIMES[:5]),
-        ValueError,
-        "bias.query_timestamps must have one element for each row of q, 6, got 5",
-    ),
-    (
-        given(position=POSITION, query_shift=TIMES[:3]),
-        ValueError,
-        r"bias.query_shift must have one element for each segment of q, 2, got 3",
     ),
     (
         given(position=torch.zeros(5)),

@@ -3,6 +3,7 @@ expected."""
 
 import pytest
 import torch
+from marks import raising
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -17,88 +18,108 @@ NO_KEYS = dict(k=torch.ones(0, 2, 8), v=torch.ones(0, 2, 8), kv_offsets=torch.te
 SILU = dict(activation="silu")
 TARGETS = jm.AttentionMask(causal=True, num_targets=torch.tensor([3, 4]))
 BAD = [
-    (dict(q=None), TypeError, "q must be a torch.Tensor, got NoneType"),
-    (dict(v=[1.0]), TypeError, "v must be a torch.Tensor, got list"),
-    (
-        dict(k=torch.ones(6, 2, 8, dtype=torch.int64)),
+    *raising(
         TypeError,
-        "k must be float64, .* on cpu, got torch.int64",
+        {
+            "q must be a torch.Tensor, got NoneType": dict(q=None),
+            "v must be a torch.Tensor, got list": dict(v=[1.0]),
+            "k must be float64, .* on cpu, got torch.int64": dict(
+                k=torch.ones(6, 2, 8, dtype=torch.int64)
+            ),
+            "q_offsets must be a torch.Tensor, got NoneType": dict(q_offsets=None),
+            "q_offsets must be a torch.Tensor, got list": dict(q_offsets=[0, 2, 6]),
+            "q_offsets must be int32 or int64, got torch.float32": dict(
+                q_offsets=torch.tensor([0.0, 6.0])
+            ),
+            "max_seqlen_q must be an int, got str": dict(max_seqlen_q="4"),
+            "scale must be a number, got Tensor": dict(scale=torch.tensor(0.5)),
+            "scale must be a number, got bool": dict(scale=True),
+            r"output_scale must be a number or a tensor \[B\], got bool": SILU
+            | dict(output_scale=True),
+            "scale must be a number, got str": dict(scale="big"),
+            r"output_scale must be a number or a tensor \[B\], got str": SILU
+            | dict(output_scale="1"),
+            "output_scale must be float64, .*, got torch.int64": SILU
+            | dict(output_scale=torch.tensor([1, 2])),
+            "mask must be an AttentionMask or a function, got Tensor": dict(mask=torch.ones(6, 6)),
+            "schedule must be a TileSchedule, got int": dict(schedule=3),
+        },
     ),
-    (dict(q=torch.ones(6, 16)), ValueError, r"q must have shape \[Lq, H, D\], got \[6, 16\]"),
-    (
-        dict(k=torch.ones(6, 2, 8, 1)),
+    *raising(
         ValueError,
-        r"k must have shape \[Lk, Hkv, D\], got \[6, 2, 8, 1\]",
-    ),
-    (
-        dict(k=torch.ones(6, 2, 8, dtype=torch.float64)),
-        ValueError,
-        "k must have q's dtype, torch.float32, got torch.float64",
-    ),
-    (
-        dict(v=torch.ones(6, 2, 8, device="meta")),
-        ValueError,
-        "v must be on q's device, cpu, got meta",
-    ),
-    (
-        dict(v=torch.ones(5, 2, 8)),
-        ValueError,
-        r"v must have k's rows and heads, \[6, 2\], got \[5, 2\]",
-    ),
-    (
-        dict(k=torch.ones(5, 2, 8), v=torch.ones(5, 2, 8)),
-        ValueError,
-        "k must have q's rows, 6, because they have the same offsets, got 5",
-    ),
-    (
-        dict(k=torch.ones(7, 2, 8), v=torch.ones(7, 2, 8)),
-        ValueError,
-        "k must have q's rows, 6, because they have the same offsets, got 7",
-    ),
-    (
-        dict(v=torch.ones(6, 1, 8)),
-        ValueError,
-        r"v must have k's rows and heads, \[6, 2\], got \[6, 1\]",
-    ),
-    (dict(k=torch.ones(6, 2, 4)), ValueError, "k must have q's head dim, 8, got 4"),
-    (dict(q=torch.ones(6, 3, 8)), ValueError, "q's heads must be a multiple of k's, got 3 and 2"),
-    (dict(q=torch.ones(6, 0, 8)), ValueError, "q's heads must be a multiple of k's, got 0 and 2"),
-    (dict(v=torch.ones(6, 2, 257)), ValueError, "v's head dim must be 1 to 256, got 257"),
-    (dict(v=torch.ones(6, 2, 0)), ValueError, "v's head dim must be 1 to 256, got 0"),
-    (dict(q_offsets=None), TypeError, "q_offsets must be a torch.Tensor, got NoneType"),
-    (dict(q_offsets=[0, 2, 6]), TypeError, "q_offsets must be a torch.Tensor, got list"),
-    (
-        dict(q_offsets=torch.tensor([0.0, 6.0])),
-        TypeError,
-        "q_offsets must be int32 or int64, got torch.float32",
-    ),
-    (
-        dict(q_offsets=torch.tensor([0, 2, 6], device="meta")),
-        ValueError,
-        "q_offsets must be on q's device, cpu, or the host, got meta",
-    ),
-    (
-        dict(q_offsets=torch.tensor([0, 2, 5])),
-        ValueError,
-        "q_offsets must end at the number of rows, 6, got 5",
-    ),
-    (
-        dict(q_offsets=torch.tensor([0, 4, 2, 6])),
-        ValueError,
-        "q_offsets must not decrease, got 4 then 2 at segment 1",
-    ),
-    (dict(q_offsets=torch.tensor([1, 6])), ValueError, "q_offsets must start at 0, got 1"),
-    (dict(q_offsets="all"), ValueError, 'q_offsets must be a tensor or "shared", got "all"'),
-    (dict(q_offsets="shared"), ValueError, 'q_offsets and kv_offsets cannot both be "shared"'),
-    (
-        dict(kv_offsets=torch.tensor([0, 2, 4, 6])),
-        ValueError,
-        "q_offsets must describe as many segments as kv_offsets, .*, got 2 and 3",
-    ),
-    (
-        GROUPS | dict(kv_offsets=torch.tensor([0, 2, 6])),
-        ValueError,
-        "q_offsets must describe .* or a multiple of them, got 3 and 2",
+        {
+            r"q must have shape \[Lq, H, D\], got \[6, 16\]": dict(q=torch.ones(6, 16)),
+            r"k must have shape \[Lk, Hkv, D\], got \[6, 2, 8, 1\]": dict(k=torch.ones(6, 2, 8, 1)),
+            "k must have q's dtype, torch.float32, got torch.float64": dict(
+                k=torch.ones(6, 2, 8, dtype=torch.float64)
+            ),
+            "v must be on q's device, cpu, got meta": dict(v=torch.ones(6, 2, 8, device="meta")),
+            r"v must have k's rows and heads, \[6, 2\], got \[5, 2\]": dict(v=torch.ones(5, 2, 8)),
+            "k must have q's rows, 6, because they have the same offsets, got 5": dict(
+                k=torch.ones(5, 2, 8), v=torch.ones(5, 2, 8)
+            ),
+            "k must have q's rows, 6, because they have the same offsets, got 7": dict(
+                k=torch.ones(7, 2, 8), v=torch.ones(7, 2, 8)
+            ),
+            r"v must have k's rows and heads, \[6, 2\], got \[6, 1\]": dict(v=torch.ones(6, 1, 8)),
+            "k must have q's head dim, 8, got 4": dict(k=torch.ones(6, 2, 4)),
+            "q's heads must be a multiple of k's, got 3 and 2": dict(q=torch.ones(6, 3, 8)),
+            "q's heads must be a multiple of k's, got 0 and 2": dict(q=torch.ones(6, 0, 8)),
+            "v's head dim must be 1 to 256, got 257": dict(v=torch.ones(6, 2, 257)),
+            "v's head dim must be 1 to 256, got 0": dict(v=torch.ones(6, 2, 0)),
+            "q_offsets must be on q's device, cpu, or the host, got meta": dict(
+                q_offsets=torch.tensor([0, 2, 6], device="meta")
+            ),
+            "q_offsets must end at the number of rows, 6, got 5": dict(
+                q_offsets=torch.tensor([0, 2, 5])
+            ),
+            "q_offsets must not decrease, got 4 then 2 at segment 1": dict(
+                q_offsets=torch.tensor([0, 4, 2, 6])
+            ),
+            "q_offsets must start at 0, got 1": dict(q_offsets=torch.tensor([1, 6])),
+            'q_offsets must be a tensor or "shared", got "all"': dict(q_offsets="all"),
+            'q_offsets and kv_offsets cannot both be "shared"': dict(q_offsets="shared"),
+            "q_offsets must describe as many segments as kv_offsets, .*, got 2 and 3": dict(
+                kv_offsets=torch.tensor([0, 2, 4, 6])
+            ),
+            "q_offsets must describe .* or a multiple of them, got 3 and 2": GROUPS
+            | dict(kv_offsets=torch.tensor([0, 2, 6])),
+            "mask.num_targets must be None with several query groups, got 3 groups": GROUPS
+            | dict(mask=jm.AttentionMask(num_targets=torch.tensor([1]))),
+            r"output_scale must have shape \[B\] = \[3\], got \[1\]": GROUPS
+            | SILU
+            | dict(output_scale=torch.ones(1)),
+            "kv_offsets must end at the number of rows, 6, got 7": dict(
+                kv_offsets=torch.tensor([0, 3, 7])
+            ),
+            "q_offsets must have segments of at most max_seqlen_q = 3 rows, got 4": dict(
+                max_seqlen_q=3
+            ),
+            "kv_offsets must have segments of at most max_seqlen_kv = 3 rows, got 4": dict(
+                max_seqlen_kv=3
+            ),
+            "activation must be one of .*softmax.*, got 'relux'": dict(activation="relux"),
+            "activation must be one of .*softmax.*, got None": dict(activation=None),
+            r"output_scale must have shape \[B\] = \[2\], got \[3\]": SILU
+            | dict(output_scale=torch.ones(3)),
+            r"output_scale must have shape \[B\] = \[2\], got \[\]": SILU
+            | dict(output_scale=torch.tensor(0.5)),
+            "output_scale must be on q's device, cpu, or the host, got meta": SILU
+            | dict(output_scale=torch.ones(2, device="meta")),
+            "output_scale must be 1 with softmax, got 0.5": dict(output_scale=0.5),
+            "output_scale must be 1 with softmax, got tensor": dict(output_scale=torch.ones(2)),
+            "mask must be None where keys are shared by all segments": dict(
+                mask=TARGETS, kv_offsets="shared"
+            ),
+            r"mask.num_targets must have shape \[B\] = \[2\], got \[1\]": dict(
+                mask=jm.AttentionMask(num_targets=torch.tensor([1]))
+            ),
+            "mask.num_targets must be on q's device": dict(
+                mask=jm.AttentionMask(num_targets=torch.tensor([1, 2], device="meta"))
+            ),
+            "implementation must be one of .*, got 'cuda'": dict(implementation="cuda"),
+            "schedule was built for 4 heads, q has 2": dict(schedule=SCHEDULE),
+        },
     ),
     (
         GROUPS | NO_KEYS,
@@ -109,100 +130,10 @@ BAD = [
         ),
     ),
     (
-        GROUPS | dict(mask=jm.AttentionMask(num_targets=torch.tensor([1]))),
-        ValueError,
-        "mask.num_targets must be None with several query groups, got 3 groups",
-    ),
-    (
-        GROUPS | SILU | dict(output_scale=torch.ones(1)),
-        ValueError,
-        r"output_scale must have shape \[B\] = \[3\], got \[1\]",
-    ),
-    (
-        dict(kv_offsets=torch.tensor([0, 3, 7])),
-        ValueError,
-        "kv_offsets must end at the number of rows, 6, got 7",
-    ),
-    (
-        dict(max_seqlen_q=3),
-        ValueError,
-        "q_offsets must have segments of at most max_seqlen_q = 3 rows, got 4",
-    ),
-    (
-        dict(max_seqlen_kv=3),
-        ValueError,
-        "kv_offsets must have segments of at most max_seqlen_kv = 3 rows, got 4",
-    ),
-    (dict(max_seqlen_q="4"), TypeError, "max_seqlen_q must be an int, got str"),
-    (dict(scale=torch.tensor(0.5)), TypeError, "scale must be a number, got Tensor"),
-    (dict(scale=True), TypeError, "scale must be a number, got bool"),
-    (
-        SILU | dict(output_scale=True),
-        TypeError,
-        r"output_scale must be a number or a tensor \[B\], got bool",
-    ),
-    (dict(scale="big"), TypeError, "scale must be a number, got str"),
-    (dict(activation="relux"), ValueError, "activation must be one of .*softmax.*, got 'relux'"),
-    (dict(activation=None), ValueError, "activation must be one of .*softmax.*, got None"),
-    (
-        SILU | dict(output_scale="1"),
-        TypeError,
-        r"output_scale must be a number or a tensor \[B\], got str",
-    ),
-    (
-        SILU | dict(output_scale=torch.tensor([1, 2])),
-        TypeError,
-        "output_scale must be float64, .*, got torch.int64",
-    ),
-    (
-        SILU | dict(output_scale=torch.ones(3)),
-        ValueError,
-        r"output_scale must have shape \[B\] = \[2\], got \[3\]",
-    ),
-    (
-        SILU | dict(output_scale=torch.tensor(0.5)),
-        ValueError,
-        r"output_scale must have shape \[B\] = \[2\], got \[\]",
-    ),
-    (
-        SILU | dict(output_scale=torch.ones(2, device="meta")),
-        ValueError,
-        "output_scale must be on q's device, cpu, or the host, got meta",
-    ),
-    (dict(output_scale=0.5), ValueError, "output_scale must be 1 with softmax, got 0.5"),
-    (
-        dict(output_scale=torch.ones(2)),
-        ValueError,
-        "output_scale must be 1 with softmax, got tensor",
-    ),
-    (
-        dict(mask=torch.ones(6, 6)),
-        TypeError,
-        "mask must be an AttentionMask or a function, got Tensor",
-    ),
-    (
-        dict(mask=TARGETS, kv_offsets="shared"),
-        ValueError,
-        "mask must be None where keys are shared by all segments",
-    ),
-    (
-        dict(mask=jm.AttentionMask(num_targets=torch.tensor([1]))),
-        ValueError,
-        r"mask.num_targets must have shape \[B\] = \[2\], got \[1\]",
-    ),
-    (
-        dict(mask=jm.AttentionMask(num_targets=torch.tensor([1, 2], device="meta"))),
-        ValueError,
-        "mask.num_targets must be on q's device",
-    ),
-    (
         dict(mask=TARGETS),
         ValueError,
         "mask.num_targets must be at most the segment's length, got 3 of 2 at segment 0",
     ),
-    (dict(implementation="cuda"), ValueError, "implementation must be one of .*, got 'cuda'"),
-    (dict(schedule=3), TypeError, "schedule must be a TileSchedule, got int"),
-    (dict(schedule=SCHEDULE), ValueError, "schedule was built for 4 heads, q has 2"),
     (
         dict(schedule=SMALL_TILES),
         ValueError,

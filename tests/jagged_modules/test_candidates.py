@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import raising
 
 import jagged_modules as jm
 
@@ -185,80 +186,60 @@ def test_copies_keep_the_segmentation_id():
 
 
 BAD = [
-    (
-        lambda: jm.CandidateIndex.from_map([0, 1], 2),
+    *raising(
         TypeError,
-        "candidate_to_user must be a torch.Tensor, got list",
+        {
+            "candidate_to_user must be a torch.Tensor, got list": lambda: (
+                jm.CandidateIndex.from_map([0, 1], 2)
+            ),
+            "candidate_to_user must be int32 or int64, got torch.float32": lambda: (
+                jm.CandidateIndex.from_map(torch.tensor([0.0]), 2)
+            ),
+            "num_users must be an int, got float": lambda: jm.CandidateIndex.from_map(
+                torch.tensor([0]), 2.0
+            ),
+            "candidates_per_user must be int32 or int64, got torch.bool": lambda: (
+                jm.CandidateIndex.from_counts(torch.tensor([True]))
+            ),
+            "x must be a JaggedTensor.*got Tensor": lambda: jm.CandidateIndex.from_jagged(
+                torch.tensor([0])
+            ),
+        },
     ),
-    (
-        lambda: jm.CandidateIndex.from_map(torch.tensor([0.0]), 2),
-        TypeError,
-        "candidate_to_user must be int32 or int64, got torch.float32",
-    ),
-    (
-        lambda: jm.CandidateIndex.from_map(torch.tensor([[0]]), 2),
+    *raising(
         ValueError,
-        r"candidate_to_user must be 1-D, got shape \[1, 1\]",
-    ),
-    (
-        lambda: jm.CandidateIndex.from_map(torch.tensor([0, 2]), 2),
-        ValueError,
-        "candidate_to_user must be 0 to .*= 1, got.* 2",
-    ),
-    (
-        lambda: jm.CandidateIndex.from_map(torch.tensor([-1, 0]), 2),
-        ValueError,
-        "candidate_to_user must be 0 to .*= 1, got.*-1",
-    ),
-    (
-        lambda: jm.CandidateIndex.from_map(torch.tensor([0]), -1),
-        ValueError,
-        "num_users must be at least 0, got -1",
-    ),
-    (
-        lambda: jm.CandidateIndex.from_map(torch.tensor([0]), 2.0),
-        TypeError,
-        "num_users must be an int, got float",
-    ),
-    (
-        lambda: jm.CandidateIndex.from_counts(torch.tensor([1, -2])),
-        ValueError,
-        "candidates_per_user must not be negative, got -2",
-    ),
-    (
-        lambda: jm.CandidateIndex.from_counts(torch.tensor([True])),
-        TypeError,
-        "candidates_per_user must be int32 or int64, got torch.bool",
-    ),
-    (
-        lambda: jm.CandidateIndex.from_offsets(torch.tensor([1, 2])),
-        ValueError,
-        "candidate_offsets must start at 0, got 1",
-    ),
-    (
-        lambda: jm.CandidateIndex.from_offsets(torch.tensor([0, 2, 1])),
-        ValueError,
-        "candidate_offsets must not decrease, got 2 then 1",
-    ),
-    (
-        lambda: jm.CandidateIndex.from_offsets(torch.tensor(0)),
-        ValueError,
-        r"candidate_offsets must be 1-D, got shape \[\]",
-    ),
-    (
-        lambda: jm.CandidateIndex.from_offsets(torch.tensor([0, 2, 5])).users(7),
-        ValueError,
-        "describe 5 candidates, num_candidates is 7",
-    ),
-    (
-        lambda: jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2).users(3),
-        ValueError,
-        "describe 2 candidates, num_candidates is 3",
-    ),
-    (
-        lambda: jm.CandidateIndex.from_jagged(torch.tensor([0])),
-        TypeError,
-        "x must be a JaggedTensor.*got Tensor",
+        {
+            r"candidate_to_user must be 1-D, got shape \[1, 1\]": lambda: (
+                jm.CandidateIndex.from_map(torch.tensor([[0]]), 2)
+            ),
+            "candidate_to_user must be 0 to .*= 1, got.* 2": lambda: jm.CandidateIndex.from_map(
+                torch.tensor([0, 2]), 2
+            ),
+            "candidate_to_user must be 0 to .*= 1, got.*-1": lambda: jm.CandidateIndex.from_map(
+                torch.tensor([-1, 0]), 2
+            ),
+            "num_users must be at least 0, got -1": lambda: jm.CandidateIndex.from_map(
+                torch.tensor([0]), -1
+            ),
+            "candidates_per_user must not be negative, got -2": lambda: (
+                jm.CandidateIndex.from_counts(torch.tensor([1, -2]))
+            ),
+            "candidate_offsets must start at 0, got 1": lambda: jm.CandidateIndex.from_offsets(
+                torch.tensor([1, 2])
+            ),
+            "candidate_offsets must not decrease, got 2 then 1": lambda: (
+                jm.CandidateIndex.from_offsets(torch.tensor([0, 2, 1]))
+            ),
+            r"candidate_offsets must be 1-D, got shape \[\]": lambda: (
+                jm.CandidateIndex.from_offsets(torch.tensor(0))
+            ),
+            "describe 5 candidates, num_candidates is 7": lambda: jm.CandidateIndex.from_offsets(
+                torch.tensor([0, 2, 5])
+            ).users(7),
+            "describe 2 candidates, num_candidates is 3": lambda: jm.CandidateIndex.from_map(
+                torch.tensor([1, 0]), 2
+            ).users(3),
+        },
     ),
 ]
 

@@ -6,6 +6,7 @@ from array import array
 
 import pytest
 import torch
+from marks import raising
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -70,45 +71,122 @@ def keyed(values):
 
 
 MISTAKES = [
+    *raising(
+        ValueError,
+        {
+            "implementation must be one of .*, got <": attention(implementation=NAMES),
+            "activation must be None or one of .*, got <": lambda: F.jagged_linear(
+                ROWS[0], ROWS[0], activation=NAMES
+            ),
+            "activation must be one of .*, got <": lambda: jm.JaggedGDPA(WIDTH, 2, NAMES),
+            'rotary must be "qk", "qkv" or None, got <': lambda: jm.BlockDiagonalSelfAttention(
+                WIDTH, 2, rotary=NAMES
+            ),
+            'rotate must be "qk" or "qkv", got <': lambda: jm.Rotary.from_frequencies(8, 4, NAMES),
+            "scale must be finite, got 10000": attention(scale=10**400),
+            "output_scale must be finite, got inf": attention(
+                activation="silu", output_scale=float("inf")
+            ),
+            "scale must be finite, got inf": lambda: F.block_diagonal_attention(
+                Q, Q, Q, OFFSETS, scale=float("inf")
+            ),
+            "eps must be finite and at least 0, got inf": lambda: F.jagged_layer_norm(
+                ROWS[0], eps=float("inf")
+            ),
+            "cache_rows must be 0 to 7, the rows of history, got values -1 to -1": lambda: (
+                HSTU.cache(ROWS, torch.tensor([-1]))
+            ),
+            "values must keep the number of rows, 8, got a scalar": lambda: jm.Jagged(
+                *ROWS
+            ).with_values(torch.tensor(1.0)),
+            r"x must have a row for each of the 5 candidates, got shape \[6, 2\]": lambda: (
+                INDEX.ungrouped(torch.ones(6, 2))
+            ),
+            "num_keys must be at least 0, got -1": lambda: jm.AttentionMask().keep(3, -1),
+            "padding_value must be a real number for values of torch.float32, got 1j": lambda: (
+                F.jagged_to_padded(*ROWS, 5, 1j)
+            ),
+            r"max_attn_len must be at most 2\^30, got 1099511627776": lambda: jm.AttentionMask(
+                max_attn_len=2**40
+            ),
+            r"target_group_size must be at most 2\^30, got 2147483648": lambda: jm.HSTUConfig(
+                target_group_size=2**31
+            ),
+            "users must be one per segment of events, 3, got 2": of_users("append", ["a", "b"]),
+            "offsets must be on a device with values, .*got meta": of_users(
+                "append", ["a", "b", "c"], 128, META
+            ),
+            "kv_offsets must be on q's device, cpu, or the host, got meta": in_pages(
+                offsets=OFFSETS.to("meta")
+            ),
+            "page_rows must be at least 1 .*, got 0": lambda: jm.Pages.of([[0]], [3], 0),
+            r"candidate_embeddings' values must have shape \[B, 18\], .*, got \[18\]": keyed(
+                torch.ones(18)
+            ),
+            "num_other_heads must be at least 1, got 0": schedule(num_other_heads=0, head_dim=8),
+            "q_lengths must be a dense tensor, got torch.sparse_coo": schedule(
+                q_lengths=torch.tensor([3]).to_sparse()
+            ),
+            r"kv_lengths must be below 2\^31, got 1099511627776": schedule(kv_lengths=[2**40]),
+        },
+    ),
+    *raising(
+        TypeError,
+        {
+            "cache must be a Jagged of keys and values, got NoneType": lambda: HSTU.append(
+                ROWS, None
+            ),
+            "x must be a torch.Tensor, got list": lambda: INDEX.ungrouped([1, 2]),
+            "rows_per_candidate must be an int, got float": lambda: INDEX.query_offsets(2.5),
+            "num_queries must be an int, got float": lambda: jm.AttentionMask().keep(2.5, 3),
+            "total_first must be an int, got Tensor": lambda: F.jagged_split(
+                ROWS[0], OFFSETS, 0, USERS
+            ),
+            "max_seqlen must be an int, got str": lambda: F.jagged_linear(
+                ROWS[0], ROWS[0], max_seqlen="x"
+            ),
+            "new's timestamps must be a torch.Tensor, got list": lambda: CACHE.append(
+                jm.HistoryCache(CACHE.layers, [1] * 8)
+            ),
+            "new's timestamps must be int64, got torch.float32": lambda: CACHE.append(
+                jm.HistoryCache(CACHE.layers, TIMES.float())
+            ),
+            "cache's max_rows must be an int, got str": lambda: jm.HistoryCache(
+                CACHE.layers, TIMES, "x"
+            ).select([0]),
+            "events must be a JaggedTensor, .*, got int": of_users(
+                "append", ["a", "b", "c"], 128, 3
+            ),
+            "users must be hashable, got a list": of_users("select", ["a", []]),
+            "users must be hashable, got a dict": of_users("missing", ["a", {}]),
+            "users must be an iterable of keys, got NoneType": of_users("evict", None),
+            "pages.num_rows must be an int, got NoneType": in_pages(
+                pages=jm.Pages(PAGES.table, 128, None)
+            ),
+            "pages must have an entry for each segment, got NoneType": lambda: jm.Pages.of(
+                None, [3], 128
+            ),
+            "pages must be sequences of ints, got 3": lambda: jm.Pages.of([3], [3], 128),
+            "pages must be sequences of ints: 'float' object": lambda: jm.Pages.of(
+                [[0.5]], [3], 128
+            ),
+            "lengths must be ints, got 3.0": lambda: jm.Pages.of([[0]], [3.0], 128),
+            "user_features must be a sequence of one entry .*, got int": lambda: (
+                jm.LinearCompressEmbedding(3, 4, [2, 7], user_features=3)
+            ),
+            "indices must be a tensor or a sequence .*, got dict": lambda: F.linear_compress(
+                torch.ones(4, 3), torch.ones(5, 3, 6), {}
+            ),
+            "block_m must be an int, got bool": schedule(block_m=True),
+            "key_tiles must be a bool, got int": schedule(key_tiles=1),
+        },
+    ),
     # names, as arrays
     (attention(activation=NAMES), ValueError, "activation must be one of .*, got <"),
-    (attention(implementation=NAMES), ValueError, "implementation must be one of .*, got <"),
-    (
-        lambda: F.jagged_linear(ROWS[0], ROWS[0], activation=NAMES),
-        ValueError,
-        "activation must be None or one of .*, got <",
-    ),
-    (lambda: jm.JaggedGDPA(WIDTH, 2, NAMES), ValueError, "activation must be one of .*, got <"),
     (lambda: jm.JaggedMLP([4, 4], NAMES), ValueError, "activation must be one of .*, got <"),
-    (
-        lambda: jm.BlockDiagonalSelfAttention(WIDTH, 2, rotary=NAMES),
-        ValueError,
-        'rotary must be "qk", "qkv" or None, got <',
-    ),
-    (
-        lambda: jm.Rotary.from_frequencies(8, 4, NAMES),
-        ValueError,
-        'rotate must be "qk" or "qkv", got <',
-    ),
     # numbers that are not finite
     (attention(scale=float("nan")), ValueError, "scale must be finite, got nan"),
-    (attention(scale=10**400), ValueError, "scale must be finite, got 10000"),
-    (
-        attention(activation="silu", output_scale=float("inf")),
-        ValueError,
-        "output_scale must be finite, got inf",
-    ),
-    (
-        lambda: F.block_diagonal_attention(Q, Q, Q, OFFSETS, scale=float("inf")),
-        ValueError,
-        "scale must be finite, got inf",
-    ),
     (lambda: jm.GDPAConfig(scale=float("inf")), ValueError, "scale must be finite, got inf"),
-    (
-        lambda: F.jagged_layer_norm(ROWS[0], eps=float("inf")),
-        ValueError,
-        "eps must be finite and at least 0, got inf",
-    ),
     # flags
     (lambda: HSTU.cache(ROWS, update="no"), TypeError, "update must be a bool, got str"),
     # rows and indices
@@ -117,60 +195,11 @@ MISTAKES = [
         ValueError,
         "cache_rows must be 0 to 7, the rows of history, got values 0 to 8",
     ),
-    (
-        lambda: HSTU.cache(ROWS, torch.tensor([-1])),
-        ValueError,
-        "cache_rows must be 0 to 7, the rows of history, got values -1 to -1",
-    ),
-    (
-        lambda: HSTU.append(ROWS, None),
-        TypeError,
-        "cache must be a Jagged of keys and values, got NoneType",
-    ),
-    (
-        lambda: jm.Jagged(*ROWS).with_values(torch.tensor(1.0)),
-        ValueError,
-        "values must keep the number of rows, 8, got a scalar",
-    ),
-    (
-        lambda: INDEX.ungrouped(torch.ones(6, 2)),
-        ValueError,
-        r"x must have a row for each of the 5 candidates, got shape \[6, 2\]",
-    ),
-    (lambda: INDEX.ungrouped([1, 2]), TypeError, "x must be a torch.Tensor, got list"),
-    (lambda: INDEX.query_offsets(2.5), TypeError, "rows_per_candidate must be an int, got float"),
-    (lambda: jm.AttentionMask().keep(3, -1), ValueError, "num_keys must be at least 0, got -1"),
-    (lambda: jm.AttentionMask().keep(2.5, 3), TypeError, "num_queries must be an int, got float"),
-    (
-        lambda: F.jagged_split(ROWS[0], OFFSETS, 0, USERS),
-        TypeError,
-        "total_first must be an int, got Tensor",
-    ),
-    (
-        lambda: F.jagged_linear(ROWS[0], ROWS[0], max_seqlen="x"),
-        TypeError,
-        "max_seqlen must be an int, got str",
-    ),
-    (
-        lambda: F.jagged_to_padded(*ROWS, 5, 1j),
-        ValueError,
-        "padding_value must be a real number for values of torch.float32, got 1j",
-    ),
     # sums of positions and these lengths must fit int32
     (
         lambda: jm.AttentionMask(window=(None, 2**31 - 1)),
         ValueError,
         r"window's right must be at most 2\^30, got 2147483647",
-    ),
-    (
-        lambda: jm.AttentionMask(max_attn_len=2**40),
-        ValueError,
-        r"max_attn_len must be at most 2\^30, got 1099511627776",
-    ),
-    (
-        lambda: jm.HSTUConfig(target_group_size=2**31),
-        ValueError,
-        r"target_group_size must be at most 2\^30, got 2147483648",
     ),
     # timestamps and caches
     (
@@ -178,105 +207,17 @@ MISTAKES = [
         ValueError,
         "timestamps must be a dense tensor, got torch.sparse_coo",
     ),
-    (
-        lambda: CACHE.append(jm.HistoryCache(CACHE.layers, [1] * 8)),
-        TypeError,
-        "new's timestamps must be a torch.Tensor, got list",
-    ),
-    (
-        lambda: CACHE.append(jm.HistoryCache(CACHE.layers, TIMES.float())),
-        TypeError,
-        "new's timestamps must be int64, got torch.float32",
-    ),
-    (
-        lambda: jm.HistoryCache(CACHE.layers, TIMES, "x").select([0]),
-        TypeError,
-        "cache's max_rows must be an int, got str",
-    ),
-    (
-        of_users("append", ["a", "b"]),
-        ValueError,
-        "users must be one per segment of events, 3, got 2",
-    ),
-    (
-        of_users("append", ["a", "b", "c"], 128, 3),
-        TypeError,
-        "events must be a JaggedTensor, .*, got int",
-    ),
-    (
-        of_users("append", ["a", "b", "c"], 128, META),
-        ValueError,
-        "offsets must be on a device with values, .*got meta",
-    ),
-    (of_users("select", ["a", []]), TypeError, "users must be hashable, got a list"),
-    (of_users("missing", ["a", {}]), TypeError, "users must be hashable, got a dict"),
-    (of_users("evict", None), TypeError, "users must be an iterable of keys, got NoneType"),
     (of_users("__contains__", []), TypeError, "users must be hashable, got a list"),
     # pages
     (in_pages(v=STORAGE[:128]), ValueError, "v must have k's rows, 512, got 128"),
-    (
-        in_pages(offsets=OFFSETS.to("meta")),
-        ValueError,
-        "kv_offsets must be on q's device, cpu, or the host, got meta",
-    ),
-    (
-        in_pages(pages=jm.Pages(PAGES.table, 128, None)),
-        TypeError,
-        "pages.num_rows must be an int, got NoneType",
-    ),
-    (
-        lambda: jm.Pages.of(None, [3], 128),
-        TypeError,
-        "pages must have an entry for each segment, got NoneType",
-    ),
-    (lambda: jm.Pages.of([3], [3], 128), TypeError, "pages must be sequences of ints, got 3"),
-    (
-        lambda: jm.Pages.of([[0.5]], [3], 128),
-        TypeError,
-        "pages must be sequences of ints: 'float' object",
-    ),
-    (lambda: jm.Pages.of([[0]], [3.0], 128), TypeError, "lengths must be ints, got 3.0"),
-    (lambda: jm.Pages.of([[0]], [3], 0), ValueError, "page_rows must be at least 1 .*, got 0"),
     # linear compression
     (
         keyed(torch.ones(5, 17)),
         ValueError,
         r"candidate_embeddings' values must have shape \[B, 18\], .*, got \[5, 17\]",
     ),
-    (
-        keyed(torch.ones(18)),
-        ValueError,
-        r"candidate_embeddings' values must have shape \[B, 18\], .*, got \[18\]",
-    ),
-    (
-        lambda: jm.LinearCompressEmbedding(3, 4, [2, 7], user_features=3),
-        TypeError,
-        "user_features must be a sequence of one entry .*, got int",
-    ),
-    (
-        lambda: F.linear_compress(torch.ones(4, 3), torch.ones(5, 3, 6), {}),
-        TypeError,
-        "indices must be a tensor or a sequence .*, got dict",
-    ),
     # schedules
     (schedule(head_dim="x"), TypeError, "head_dim must be an int, got str"),
-    (schedule(block_m=True), TypeError, "block_m must be an int, got bool"),
-    (
-        schedule(num_other_heads=0, head_dim=8),
-        ValueError,
-        "num_other_heads must be at least 1, got 0",
-    ),
-    (schedule(key_tiles=1), TypeError, "key_tiles must be a bool, got int"),
-    (
-        schedule(q_lengths=torch.tensor([3]).to_sparse()),
-        ValueError,
-        "q_lengths must be a dense tensor, got torch.sparse_coo",
-    ),
-    (
-        schedule(kv_lengths=[2**40]),
-        ValueError,
-        r"kv_lengths must be below 2\^31, got 1099511627776",
-    ),
 ]
 
 

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from marks import slow_after
+from marks import raising, slow_after
 from torch import nn
 from torch.nn import functional as nnf
 
@@ -463,42 +463,40 @@ def test_traced_by_torchrec_as_a_leaf(offsets_of):
 
 CAUSAL = jm.AttentionMask(causal=True)
 BAD_LAYERS = [
-    (
-        dict(embedding_dim=10, num_heads=4),
+    *raising(
         ValueError,
-        "embedding_dim must be a multiple of num_heads, got 10 and 4",
+        {
+            "embedding_dim must be a multiple of num_heads, got 10 and 4": dict(
+                embedding_dim=10, num_heads=4
+            ),
+            "num_heads must be at least 1, got 0": dict(num_heads=0),
+            "embedding_dim / num_heads must be at most 256, got 512": dict(embedding_dim=1024),
+            "head_dim must be at most 256, got 257": dict(config=jm.GDPAConfig(head_dim=257)),
+            "num_heads must be a multiple of num_kv_heads, got 2 and 3": dict(
+                config=jm.GDPAConfig(num_kv_heads=3)
+            ),
+            "activation must be one of .*got 'swish'": dict(activation="swish"),
+            "output_scale must be 1 with softmax, got 0.5": dict(
+                activation="softmax", config=jm.GDPAConfig(output_scale=0.5)
+            ),
+            "mask must be None with num_seeds or num_weights": dict(
+                mask=CAUSAL, config=jm.GDPAConfig(num_weights=2)
+            ),
+        },
     ),
-    (dict(embedding_dim=8.0), TypeError, "embedding_dim must be an int, got float"),
-    (dict(num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
-    (
-        dict(embedding_dim=1024),
-        ValueError,
-        "embedding_dim / num_heads must be at most 256, got 512",
-    ),
-    (dict(config=jm.GDPAConfig(head_dim=257)), ValueError, "head_dim must be at most 256, got 257"),
-    (
-        dict(config=jm.GDPAConfig(num_kv_heads=3)),
-        ValueError,
-        "num_heads must be a multiple of num_kv_heads, got 2 and 3",
-    ),
-    (dict(activation="swish"), ValueError, "activation must be one of .*got 'swish'"),
-    (
-        dict(activation="softmax", config=jm.GDPAConfig(output_scale=0.5)),
-        ValueError,
-        "output_scale must be 1 with softmax, got 0.5",
-    ),
-    (dict(mask="causal"), TypeError, "mask must be an AttentionMask, got str"),
-    (
-        dict(mask=CAUSAL, config=jm.GDPAConfig(num_weights=2)),
-        ValueError,
-        "mask must be None with num_seeds or num_weights",
+    *raising(
+        TypeError,
+        {
+            "embedding_dim must be an int, got float": dict(embedding_dim=8.0),
+            "mask must be an AttentionMask, got str": dict(mask="causal"),
+            "config must be a GDPAConfig, got dict": dict(config=dict(num_seeds=2)),
+        },
     ),
     (
         dict(mask=CAUSAL, config=jm.GDPAConfig(num_seeds=2)),
         ValueError,
         "mask must be None with num_seeds or num_weights",
     ),
-    (dict(config=dict(num_seeds=2)), TypeError, "config must be a GDPAConfig, got dict"),
 ]
 
 
@@ -511,18 +509,26 @@ def test_bad_constructor(change, error, message):
 
 
 BAD_CONFIGS = [
-    (dict(head_dim=0), ValueError, "head_dim must be at least 1, got 0"),
-    (dict(qk_norm="rms"), TypeError, "qk_norm must be a bool, got str"),
-    (dict(scale=torch.ones(())), TypeError, "scale must be a number, got Tensor"),
-    (dict(output_scale=None), TypeError, "output_scale must be a number, got NoneType"),
-    (dict(dropout=2.0), ValueError, "dropout must be 0 to 1, got 2.0"),
-    (dict(num_seeds=-1), ValueError, "num_seeds must be at least 0, got -1"),
-    (dict(num_weights=1.5), TypeError, "num_weights must be an int, got float"),
-    (dict(num_kv_heads=0), ValueError, "num_kv_heads must be at least 1, got 0"),
-    (
-        dict(num_seeds=2, num_weights=3),
+    *raising(
         ValueError,
-        "num_seeds and num_weights must not both be given, got 2 and 3",
+        {
+            "head_dim must be at least 1, got 0": dict(head_dim=0),
+            "dropout must be 0 to 1, got 2.0": dict(dropout=2.0),
+            "num_seeds must be at least 0, got -1": dict(num_seeds=-1),
+            "num_kv_heads must be at least 1, got 0": dict(num_kv_heads=0),
+            "num_seeds and num_weights must not both be given, got 2 and 3": dict(
+                num_seeds=2, num_weights=3
+            ),
+        },
+    ),
+    *raising(
+        TypeError,
+        {
+            "qk_norm must be a bool, got str": dict(qk_norm="rms"),
+            "scale must be a number, got Tensor": dict(scale=torch.ones(())),
+            "output_scale must be a number, got NoneType": dict(output_scale=None),
+            "num_weights must be an int, got float": dict(num_weights=1.5),
+        },
     ),
 ]
 
@@ -545,12 +551,82 @@ def timed(rows, queries=None):
 X, TARGETS = (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])), torch.tensor([1, 1])
 POSITION = jm.RelativeBias(torch.zeros(5))
 BAD_FORWARDS = [
-    ({}, dict(x=torch.randn(5, WIDTH)), TypeError, "x must be a JaggedTensor.*got Tensor"),
-    (
-        {},
-        dict(x=(X[0].double(), X[1])),
+    *raising(
+        TypeError,
+        {
+            "x must be a JaggedTensor.*got Tensor": ({}, dict(x=torch.randn(5, WIDTH))),
+            "num_targets must be a torch.Tensor, got int": ({}, dict(num_targets=2)),
+            "bias must be a RelativeBias, got Tensor": ({}, dict(bias=torch.zeros(5))),
+        },
+    ),
+    *raising(
         ValueError,
-        "x's values must have the layer's dtype, torch.float32, got torch.float64",
+        {
+            "x's values must have the layer's dtype, torch.float32, got torch.float64": (
+                {},
+                dict(x=(X[0].double(), X[1])),
+            ),
+            "x's values must be on the layer's device, cpu, got meta": (
+                {},
+                dict(x=(X[0].to("meta"), X[1])),
+            ),
+            r"x's values must have shape \[L, 8\], got \[5, 9\]": (
+                {},
+                dict(x=(torch.randn(5, 9), X[1])),
+            ),
+            r"context's values must have shape \[L, 8\], got \[5, 9\]": (
+                {},
+                dict(context=(torch.randn(5, 9), X[1])),
+            ),
+            "the same number of segments, got 2 and 1": (
+                {},
+                dict(context=(X[0], torch.tensor([0, 5]))),
+            ),
+            r"num_targets must have shape \[B\] = \[2\], got \[1\]": (
+                {},
+                dict(num_targets=torch.tensor([1])),
+            ),
+            "context must be None with num_seeds or num_weights, got tuple": (
+                dict(num_seeds=2),
+                dict(context=X),
+            ),
+            "num_targets must be None with num_seeds or num_weights, got Tensor": (
+                dict(num_weights=2),
+                dict(num_targets=TARGETS),
+            ),
+            "bias must be None with num_seeds or num_weights, got RelativeBias": (
+                dict(num_seeds=2),
+                dict(bias=POSITION),
+            ),
+            "bias.position must have one row for each of the layer's 2 heads, got 3": (
+                {},
+                dict(bias=jm.RelativeBias(torch.zeros(3, 5))),
+            ),
+            "x must have segments of at most 2 rows, those of bias.position, got 3": (
+                {},
+                dict(bias=jm.RelativeBias(torch.zeros(3))),
+            ),
+            "bias.position must be on the layer's device, cpu, got meta": (
+                {},
+                dict(bias=jm.RelativeBias(torch.zeros(5, device="meta"))),
+            ),
+            "bias.timestamps must have one element for each row of x, 5, got 4": (
+                {},
+                dict(bias=timed(4)),
+            ),
+            "for each row of context, 7, got 5": (
+                {},
+                dict(bias=timed(5), context=(torch.randn(7, WIDTH), torch.tensor([0, 3, 7]))),
+            ),
+            "bias.query_timestamps must have one element for each row of x, 5, got 3": (
+                {},
+                dict(bias=timed(5, 3)),
+            ),
+            "query_shift .* for each segment of x, 2, got 1": (
+                {},
+                dict(bias=jm.RelativeBias(torch.zeros(5), query_shift=TARGETS[:1])),
+            ),
+        },
     ),
     (
         {},
@@ -560,47 +636,10 @@ BAD_FORWARDS = [
     ),
     (
         {},
-        dict(x=(X[0].to("meta"), X[1])),
-        ValueError,
-        "x's values must be on the layer's device, cpu, got meta",
-    ),
-    (
-        {},
-        dict(x=(torch.randn(5, 9), X[1])),
-        ValueError,
-        r"x's values must have shape \[L, 8\], got \[5, 9\]",
-    ),
-    (
-        {},
-        dict(context=(torch.randn(5, 9), X[1])),
-        ValueError,
-        r"context's values must have shape \[L, 8\], got \[5, 9\]",
-    ),
-    (
-        {},
-        dict(context=(X[0], torch.tensor([0, 5]))),
-        ValueError,
-        "the same number of segments, got 2 and 1",
-    ),
-    (
-        {},
-        dict(num_targets=torch.tensor([1])),
-        ValueError,
-        r"num_targets must have shape \[B\] = \[2\], got \[1\]",
-    ),
-    (
-        {},
         dict(num_targets=torch.tensor([1, 4])),
         ValueError,
         "num_targets must be at most the segment's length, got 4 of 3 at segment 1",
     ),
-    ({}, dict(num_targets=2), TypeError, "num_targets must be a torch.Tensor, got int"),
-    (
-        dict(num_seeds=2),
-        dict(context=X),
-        ValueError,
-        "context must be None with num_seeds or num_weights, got tuple",
-    ),
     (
         dict(num_weights=2),
         dict(context=X),
@@ -609,64 +648,9 @@ BAD_FORWARDS = [
     ),
     (
         dict(num_weights=2),
-        dict(num_targets=TARGETS),
-        ValueError,
-        "num_targets must be None with num_seeds or num_weights, got Tensor",
-    ),
-    (
-        dict(num_seeds=2),
         dict(bias=POSITION),
         ValueError,
         "bias must be None with num_seeds or num_weights, got RelativeBias",
-    ),
-    (
-        dict(num_weights=2),
-        dict(bias=POSITION),
-        ValueError,
-        "bias must be None with num_seeds or num_weights, got RelativeBias",
-    ),
-    ({}, dict(bias=torch.zeros(5)), TypeError, "bias must be a RelativeBias, got Tensor"),
-    (
-        {},
-        dict(bias=jm.RelativeBias(torch.zeros(3, 5))),
-        ValueError,
-        "bias.position must have one row for each of the layer's 2 heads, got 3",
-    ),
-    (
-        {},
-        dict(bias=jm.RelativeBias(torch.zeros(3))),
-        ValueError,
-        "x must have segments of at most 2 rows, those of bias.position, got 3",
-    ),
-    (
-        {},
-        dict(bias=jm.RelativeBias(torch.zeros(5, device="meta"))),
-        ValueError,
-        "bias.position must be on the layer's device, cpu, got meta",
-    ),
-    (
-        {},
-        dict(bias=timed(4)),
-        ValueError,
-        "bias.timestamps must have one element for each row of x, 5, got 4",
-    ),
-    (
-        {},
-        dict(bias=timed(5), context=(torch.randn(7, WIDTH), torch.tensor([0, 3, 7]))),
-        ValueError,
-        "for each row of context, 7, got 5",
-    ),
-    (
-        {},
-        dict(bias=timed(5, 3)),
-        ValueError,
-        "bias.query_timestamps must have one element for each row of x, 5, got 3",
-    ),
-    (
-        {},
-        dict(bias=jm.RelativeBias(torch.zeros(5), query_shift=TARGETS[:1])),
-        ValueError,
-        "query_shift .* for each segment of x, 2, got 1",
     ),
 ]
 

@@ -8,7 +8,7 @@ import pickle
 import accuracy
 import pytest
 import torch
-from marks import slow_after
+from marks import raising, slow_after
 from torch import nn
 
 import jagged_modules as jm
@@ -359,7 +359,41 @@ def test_scoring_compiles_once():
 
 X, TIMES = (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])), torch.arange(5)
 BAD_FORWARDS = [
-    (TIME, {}, ValueError, "^timestamps must be given with config.relative_time, got None"),
+    *raising(
+        ValueError,
+        {
+            "^timestamps must be given with config.relative_time, got None": (TIME, {}),
+            "^timestamps must be None without config.relative_time, got a Tensor": (
+                POSITION,
+                dict(timestamps=TIMES),
+            ),
+            "^timestamps must be int64, got torch.int32": (TIME, dict(timestamps=TIMES.int())),
+            r"^timestamps must be 1-D, got shape \[1, 5\]": (TIME, dict(timestamps=TIMES[None])),
+            "^timestamps must have one element for each row of x, 5, got 4": (
+                TIME,
+                dict(timestamps=TIMES[:4]),
+            ),
+            "^timestamps must be on the device of x's values, cpu, got meta": (
+                TIME,
+                dict(timestamps=TIMES.to("meta")),
+            ),
+            "^query_timestamps must have one element for each row of x": (
+                TIME,
+                dict(timestamps=TIMES, query_timestamps=TIMES[:4]),
+            ),
+            "^x has a segment of 3 rows, more than config.relative_position, 2$": (
+                dict(relative_position=2),
+                {},
+            ),
+        },
+    ),
+    *raising(
+        TypeError,
+        {
+            "^timestamps must be int64, got torch.float32": (TIME, dict(timestamps=TIMES.float())),
+            "^timestamps must be a torch.Tensor, got list": (TIME, dict(timestamps=[1, 2])),
+        },
+    ),
     (
         TIME,
         dict(query_timestamps=TIMES),
@@ -368,53 +402,9 @@ BAD_FORWARDS = [
     ),
     (
         POSITION,
-        dict(timestamps=TIMES),
-        ValueError,
-        "^timestamps must be None without config.relative_time, got a Tensor",
-    ),
-    (
-        POSITION,
         dict(query_timestamps=TIMES),
         ValueError,
         "^query_timestamps must be None without config.relative_time, got a Tensor",
-    ),
-    (
-        TIME,
-        dict(timestamps=TIMES.float()),
-        TypeError,
-        "^timestamps must be int64, got torch.float32",
-    ),
-    (TIME, dict(timestamps=TIMES.int()), ValueError, "^timestamps must be int64, got torch.int32"),
-    (TIME, dict(timestamps=[1, 2]), TypeError, "^timestamps must be a torch.Tensor, got list"),
-    (
-        TIME,
-        dict(timestamps=TIMES[None]),
-        ValueError,
-        r"^timestamps must be 1-D, got shape \[1, 5\]",
-    ),
-    (
-        TIME,
-        dict(timestamps=TIMES[:4]),
-        ValueError,
-        "^timestamps must have one element for each row of x, 5, got 4",
-    ),
-    (
-        TIME,
-        dict(timestamps=TIMES.to("meta")),
-        ValueError,
-        "^timestamps must be on the device of x's values, cpu, got meta",
-    ),
-    (
-        TIME,
-        dict(timestamps=TIMES, query_timestamps=TIMES[:4]),
-        ValueError,
-        "^query_timestamps must have one element for each row of x",
-    ),
-    (
-        dict(relative_position=2),
-        {},
-        ValueError,
-        "^x has a segment of 3 rows, more than config.relative_position, 2$",
     ),
 ]
 

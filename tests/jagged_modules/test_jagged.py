@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from marks import raising
 from torch.utils.data import DataLoader
 
 import jagged_modules as jm
@@ -519,226 +520,144 @@ def bad_calls():
     one_user = jm.CandidateIndex.from_counts(torch.tensor([3]))
     too_many = jm.AttentionMask(num_targets=torch.tensor([9, 0, 0, 0]))
     return [
-        (lambda: jm.Jagged([1.0], offsets), TypeError, "values must be a torch.Tensor, got list"),
-        (
-            lambda: jm.Jagged(torch.tensor(1.0), offsets),
-            ValueError,
-            r"values must have shape \[L, ...\], got \[\]",
-        ),
-        (lambda: jm.Jagged(values, [0, 6]), TypeError, "offsets must be a torch.Tensor, got list"),
-        (
-            lambda: jm.Jagged(values, offsets.float()),
+        *raising(
             TypeError,
-            "offsets must be int32 or int64, got torch.float32",
+            {
+                "values must be a torch.Tensor, got list": lambda: jm.Jagged([1.0], offsets),
+                "offsets must be a torch.Tensor, got list": lambda: jm.Jagged(values, [0, 6]),
+                "offsets must be int32 or int64, got torch.float32": lambda: jm.Jagged(
+                    values, offsets.float()
+                ),
+                "max_seqlen must be an int, got float": lambda: jm.Jagged(
+                    values, offsets, max_seqlen=2.5
+                ),
+                "^x's offsets must be a torch.Tensor, got int": lambda: jm.Jagged.wrap((values, 3)),
+                "mask must be an AttentionMask, got str": lambda: jagged.prepare(
+                    num_heads=1, head_dim=8, mask="causal"
+                ),
+                "queries must be a Jagged, .*got list": lambda: jagged.prepare(
+                    num_heads=1, head_dim=8, queries=[1]
+                ),
+                "dtype must be a torch.dtype, got int": lambda: jagged.prepare(
+                    num_heads=1, head_dim=8, dtype=0
+                ),
+                "host_lengths must be a tensor or a sequence .*got str": lambda: jm.Jagged(
+                    values, offsets, host_lengths="2013"
+                ),
+                "host_lengths must be a tensor or a sequence .*got dict": lambda: jm.Jagged(
+                    values, offsets, host_lengths={}
+                ),
+                "host_lengths must be int32 or int64": lambda: jm.Jagged(
+                    values, offsets, host_lengths=[2.0, 0, 3, 1]
+                ),
+                "x must be a JaggedTensor.*got Tensor": lambda: jm.Jagged.wrap(values),
+                "x must be a JaggedTensor.*got tuple": lambda: jm.Jagged.wrap((values, offsets, 3)),
+                "x must be a JaggedTensor.*got NoneType": lambda: jm.Jagged.wrap(None),
+                "num_kv_heads must be an int, got float": lambda: jagged.prepare(
+                    **SIZES, num_kv_heads=1.0
+                ),
+                "dtype must be a torch.dtype, got str": lambda: jagged.prepare(
+                    **SIZES, dtype="bf16"
+                ),
+                "queries must be a Jagged, a CandidateIndex, an int or None, got str": lambda: (
+                    jagged.prepare(**SIZES, queries="all")
+                ),
+            },
         ),
-        (
-            lambda: jm.Jagged(values, offsets[:0]),
+        *raising(
             ValueError,
-            r"offsets must have shape \[B \+ 1\], got \[0\]",
-        ),
-        (
-            lambda: jm.Jagged(values, offsets[None]),
-            ValueError,
-            r"offsets must be 1-D, got shape \[1, 5\]",
-        ),
-        (
-            lambda: jm.Jagged(values, offsets + 1),
-            ValueError,
-            "offsets must start at 0, got 1: they are a 0 and the sums of lengths",
-        ),
-        (
-            lambda: jm.Jagged(values, torch.tensor([0, 4, 3, 6])),
-            ValueError,
-            "offsets must not decrease, got 4 then 3 at segment 1",
-        ),
-        (
-            lambda: jm.Jagged(values[:5], offsets),
-            ValueError,
-            "offsets must end at the number of rows, 5, got 6",
-        ),
-        (
-            lambda: jm.Jagged(values, offsets, max_seqlen=2),
-            ValueError,
-            "^offsets must have segments of at most max_seqlen = 2 rows, got 3",
-        ),
-        (
-            lambda: jm.Jagged(values, offsets, max_seqlen=2.5),
-            TypeError,
-            "max_seqlen must be an int, got float",
-        ),
-        (
-            lambda: jm.Jagged(values, offsets.to("meta")),
-            ValueError,
-            "^offsets must be on the values' device, cpu, or the host, got meta",
-        ),
-        (
-            lambda: jm.Jagged.wrap((values, offsets + 1), name="history"),
-            ValueError,
-            "^history's offsets must start at 0, got 1",
-        ),
-        (
-            lambda: jm.Jagged.wrap((values, 3)),
-            TypeError,
-            "^x's offsets must be a torch.Tensor, got int",
-        ),
-        (
-            lambda: jm.Jagged.wrap(jagged, 2, name="x"),
-            ValueError,
-            "^x's offsets must have segments of at most max_seqlen = 2 rows, got 3",
-        ),
-        (
-            lambda: jagged.prepare(num_heads=1, head_dim=8, mask="causal"),
-            TypeError,
-            "mask must be an AttentionMask, got str",
-        ),
-        (
-            lambda: jagged.prepare(num_heads=1, head_dim=8, queries=[1]),
-            TypeError,
-            "queries must be a Jagged, .*got list",
-        ),
-        (
-            lambda: jagged.prepare(num_heads=1, head_dim=8, dtype=0),
-            TypeError,
-            "dtype must be a torch.dtype, got int",
-        ),
-        (
-            lambda: jm.Jagged(values, offsets, host_lengths="2013"),
-            TypeError,
-            "host_lengths must be a tensor or a sequence .*got str",
-        ),
-        (
-            lambda: jm.Jagged(values, offsets, host_lengths={}),
-            TypeError,
-            "host_lengths must be a tensor or a sequence .*got dict",
-        ),
-        (
-            lambda: jm.Jagged(values.to_sparse(), offsets),
-            ValueError,
-            "values must be a dense tensor, got torch.sparse_coo",
-        ),
-        (
-            lambda: jm.Jagged.wrap((values.to_sparse(), offsets)),
-            ValueError,
-            "x's values must be a dense tensor, got torch.sparse_coo",
-        ),
-        (
-            lambda: jm.Jagged(values, offsets.to_sparse()),
-            ValueError,
-            "offsets must be a dense tensor, got torch.sparse_coo",
-        ),
-        (
-            lambda: jm.Jagged(values, offsets, host_lengths=[2, 0, 4]),
-            ValueError,
-            r"host_lengths must be \[B\] = \[4\].*got \[3\]",
-        ),
-        (
-            lambda: jm.Jagged(values, offsets, host_lengths=[2, 0, 3, 2]),
-            ValueError,
-            "host_lengths must add up to .* 6, got 7",
-        ),
-        (
-            lambda: jm.Jagged(values, offsets, host_lengths=[7, -1, 0, 0]),
-            ValueError,
-            "host_lengths must not be negative, got -1",
-        ),
-        (
-            lambda: jm.Jagged(values, offsets, host_lengths=[2, 1, 2, 1]),
-            ValueError,
-            "host_lengths must be the differences of offsets",
-        ),
-        (
-            lambda: jm.Jagged(values, offsets, host_lengths=[2.0, 0, 3, 1]),
-            TypeError,
-            "host_lengths must be int32 or int64",
-        ),
-        (lambda: jm.Jagged.wrap(values), TypeError, "x must be a JaggedTensor.*got Tensor"),
-        (
-            lambda: jm.Jagged.wrap((values, offsets, 3)),
-            TypeError,
-            "x must be a JaggedTensor.*got tuple",
-        ),
-        (lambda: jm.Jagged.wrap(None), TypeError, "x must be a JaggedTensor.*got NoneType"),
-        (lambda: jm.Jagged.wrap(strided), ValueError, "x must have layout torch.jagged"),
-        (lambda: jm.Jagged.wrap(holes), ValueError, "x must have .*no holes"),
-        (
-            lambda: jm.Jagged.wrap(nested.transpose(1, 2)),
-            ValueError,
-            "x must have .*second dimension ragged",
-        ),
-        (
-            lambda: jagged.unwrap(values[:3]),
-            ValueError,
-            "values must keep the number of rows, 6, got 3",
+            {
+                r"values must have shape \[L, ...\], got \[\]": lambda: jm.Jagged(
+                    torch.tensor(1.0), offsets
+                ),
+                r"offsets must have shape \[B \+ 1\], got \[0\]": lambda: jm.Jagged(
+                    values, offsets[:0]
+                ),
+                r"offsets must be 1-D, got shape \[1, 5\]": lambda: jm.Jagged(
+                    values, offsets[None]
+                ),
+                "offsets must start at 0, got 1: they are a 0 and the sums of lengths": lambda: (
+                    jm.Jagged(values, offsets + 1)
+                ),
+                "offsets must not decrease, got 4 then 3 at segment 1": lambda: jm.Jagged(
+                    values, torch.tensor([0, 4, 3, 6])
+                ),
+                "offsets must end at the number of rows, 5, got 6": lambda: jm.Jagged(
+                    values[:5], offsets
+                ),
+                "^offsets must have segments of at most max_seqlen = 2 rows, got 3": lambda: (
+                    jm.Jagged(values, offsets, max_seqlen=2)
+                ),
+                "^offsets must be on the values' device, cpu, or the host, got meta": lambda: (
+                    jm.Jagged(values, offsets.to("meta"))
+                ),
+                "^history's offsets must start at 0, got 1": lambda: jm.Jagged.wrap(
+                    (values, offsets + 1), name="history"
+                ),
+                "^x's offsets must have segments of at most max_seqlen = 2 rows, got 3": lambda: (
+                    jm.Jagged.wrap(jagged, 2, name="x")
+                ),
+                "values must be a dense tensor, got torch.sparse_coo": lambda: jm.Jagged(
+                    values.to_sparse(), offsets
+                ),
+                "x's values must be a dense tensor, got torch.sparse_coo": lambda: jm.Jagged.wrap(
+                    (values.to_sparse(), offsets)
+                ),
+                "offsets must be a dense tensor, got torch.sparse_coo": lambda: jm.Jagged(
+                    values, offsets.to_sparse()
+                ),
+                r"host_lengths must be \[B\] = \[4\].*got \[3\]": lambda: jm.Jagged(
+                    values, offsets, host_lengths=[2, 0, 4]
+                ),
+                "host_lengths must add up to .* 6, got 7": lambda: jm.Jagged(
+                    values, offsets, host_lengths=[2, 0, 3, 2]
+                ),
+                "host_lengths must not be negative, got -1": lambda: jm.Jagged(
+                    values, offsets, host_lengths=[7, -1, 0, 0]
+                ),
+                "host_lengths must be the differences of offsets": lambda: jm.Jagged(
+                    values, offsets, host_lengths=[2, 1, 2, 1]
+                ),
+                "x must have layout torch.jagged": lambda: jm.Jagged.wrap(strided),
+                "x must have .*no holes": lambda: jm.Jagged.wrap(holes),
+                "x must have .*second dimension ragged": lambda: jm.Jagged.wrap(
+                    nested.transpose(1, 2)
+                ),
+                "values must keep the number of rows, 6, got 3": lambda: jagged.unwrap(values[:3]),
+                "lengths are on a device only; pass host_lengths": lambda: on_device.prepare(
+                    **SIZES
+                ),
+                "num_heads must be at least 1, got 0": lambda: jagged.prepare(
+                    num_heads=0, head_dim=8
+                ),
+                "head_dim must be at least 1, got 0": lambda: jagged.prepare(
+                    num_heads=2, head_dim=0
+                ),
+                "queries must be at least 0, got -1": lambda: jagged.prepare(**SIZES, queries=-1),
+                "queries must have .*, 4, or a multiple, got 1": lambda: jagged.prepare(
+                    **SIZES, queries=one_user
+                ),
+                "num_heads must be a multiple of .*, got 3": lambda: jagged.prepare(
+                    num_heads=3, num_kv_heads=2, head_dim=8
+                ),
+                "head_dim must be at most 256, got 257": lambda: jagged.prepare(
+                    num_heads=2, head_dim=257
+                ),
+                "dtype must be float64, .* or bfloat16, got torch.int8": lambda: jagged.prepare(
+                    **SIZES, dtype=torch.int8
+                ),
+                "mask.num_targets must be at most the segment's length, got 9 of 2": lambda: (
+                    jagged.prepare(**SIZES, mask=too_many)
+                ),
+                "rows_per_candidate must be at least 1, got -1": lambda: jagged.prepare(
+                    **SIZES, rows_per_candidate=-1
+                ),
+            },
         ),
         (
             lambda: jagged.with_values(values[:3]),
             ValueError,
             "values must keep the number of rows, 6, got 3",
-        ),
-        (
-            lambda: on_device.prepare(**SIZES),
-            ValueError,
-            "lengths are on a device only; pass host_lengths",
-        ),
-        (
-            lambda: jagged.prepare(num_heads=0, head_dim=8),
-            ValueError,
-            "num_heads must be at least 1, got 0",
-        ),
-        (
-            lambda: jagged.prepare(num_heads=2, head_dim=0),
-            ValueError,
-            "head_dim must be at least 1, got 0",
-        ),
-        (
-            lambda: jagged.prepare(**SIZES, num_kv_heads=1.0),
-            TypeError,
-            "num_kv_heads must be an int, got float",
-        ),
-        (
-            lambda: jagged.prepare(**SIZES, dtype="bf16"),
-            TypeError,
-            "dtype must be a torch.dtype, got str",
-        ),
-        (
-            lambda: jagged.prepare(**SIZES, queries="all"),
-            TypeError,
-            "queries must be a Jagged, a CandidateIndex, an int or None, got str",
-        ),
-        (
-            lambda: jagged.prepare(**SIZES, queries=-1),
-            ValueError,
-            "queries must be at least 0, got -1",
-        ),
-        (
-            lambda: jagged.prepare(**SIZES, queries=one_user),
-            ValueError,
-            "queries must have .*, 4, or a multiple, got 1",
-        ),
-        (
-            lambda: jagged.prepare(num_heads=3, num_kv_heads=2, head_dim=8),
-            ValueError,
-            "num_heads must be a multiple of .*, got 3",
-        ),
-        (
-            lambda: jagged.prepare(num_heads=2, head_dim=257),
-            ValueError,
-            "head_dim must be at most 256, got 257",
-        ),
-        (
-            lambda: jagged.prepare(**SIZES, dtype=torch.int8),
-            ValueError,
-            "dtype must be float64, .* or bfloat16, got torch.int8",
-        ),
-        (
-            lambda: jagged.prepare(**SIZES, mask=too_many),
-            ValueError,
-            "mask.num_targets must be at most the segment's length, got 9 of 2",
-        ),
-        (
-            lambda: jagged.prepare(**SIZES, rows_per_candidate=-1),
-            ValueError,
-            "rows_per_candidate must be at least 1, got -1",
         ),
     ]
 

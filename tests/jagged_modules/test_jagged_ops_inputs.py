@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from marks import raising
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jagged_modules as jm
@@ -130,107 +131,247 @@ PLAN = F.ScorePlan.from_offsets(OFFSETS)  # 4 + 16 scores
 DENSE, BIAS = torch.ones(2, 5, 4), torch.ones(2, 3)
 META = torch.ones(6, 4, device="meta")
 BAD_CALLS = [
-    (F.jagged_dense_bmm, (None, Y, OFFSETS), TypeError, "x must be a torch.Tensor, got NoneType"),
-    (
-        F.jagged_dense_bmm,
-        (X.long(), Y, OFFSETS),
+    *raising(
         TypeError,
-        "x must be float64, .* on cpu, got torch.int64",
+        {
+            "x must be a torch.Tensor, got NoneType": (F.jagged_dense_bmm, (None, Y, OFFSETS)),
+            "x must be float64, .* on cpu, got torch.int64": (
+                F.jagged_dense_bmm,
+                (X.long(), Y, OFFSETS),
+            ),
+            "offsets must be a torch.Tensor, got NoneType": (F.jagged_dense_bmm, (X, Y, None)),
+            "offsets must be int32 or int64, got torch.float32": (
+                F.jagged_dense_bmm,
+                (X, Y, OFFSETS.float()),
+            ),
+            "plan must be a ScorePlan, got Tensor": (
+                F.jagged_jagged_bmm_jagged_out,
+                (X, X, OFFSETS),
+            ),
+            "plan must be a ScorePlan, got NoneType": (F.jagged2_softmax, (P, None)),
+            "index must be a torch.Tensor, got list": (F.jagged_select, (X, OFFSETS, [0])),
+            "first_lengths must be an int, got float": (F.jagged_split, (X, OFFSETS, 2.0)),
+            "values must be a sequence of tensors, got int": (F.jagged_concat, (3, [OFFSETS])),
+            "offsets must be a sequence of tensors, got Tensor": (F.jagged_concat, ([X], OFFSETS)),
+            "padding_value must be a number, got str": (F.jagged_to_padded, (X, OFFSETS, 4, "0")),
+            "max_seqlen must be an int, got float": (F.jagged_to_padded, (X, OFFSETS, 3.0)),
+            "values must be a torch.Tensor, got list": (
+                F.jagged_to_padded,
+                (OFFSETS.tolist(), OFFSETS, 4),
+            ),
+            "x_offsets must be a torch.Tensor, got NoneType": (F.ScorePlan.from_offsets, (None,)),
+        },
     ),
-    (F.jagged_dense_bmm, (X[0], Y, OFFSETS), ValueError, r"x must have shape \[L, D\], got \[4\]"),
-    (
-        F.jagged_dense_bmm,
-        (X, X, OFFSETS),
+    *raising(
         ValueError,
-        r"y must have shape \[B, D, T\], got \[6, 4\]",
-    ),
-    (
-        F.jagged_dense_bmm,
-        (X, Y[:1], OFFSETS),
-        ValueError,
-        r"y must have shape \[B, D, T\] with B, D = \[2, 4\], got \[1, 4, 3\]",
-    ),
-    (
-        F.jagged_dense_bmm,
-        (X, Y.mT, OFFSETS),
-        ValueError,
-        r"y must have shape .* = \[2, 4\], got \[2, 3, 4\]",
-    ),
-    (
-        F.jagged_dense_bmm,
-        (X, Y.half(), OFFSETS),
-        ValueError,
-        "y must have x's dtype, torch.float32, got torch.float16",
-    ),
-    (
-        F.jagged_dense_bmm,
-        (X, Y.to("meta"), OFFSETS),
-        ValueError,
-        "y must be on x's device, cpu, got meta",
-    ),
-    (F.jagged_dense_bmm, (X, Y, None), TypeError, "offsets must be a torch.Tensor, got NoneType"),
-    (
-        F.jagged_dense_bmm,
-        (X, Y, OFFSETS.float()),
-        TypeError,
-        "offsets must be int32 or int64, got torch.float32",
-    ),
-    (F.jagged_dense_bmm, (X, Y, OFFSETS + 1), ValueError, "offsets must start at 0, got 1"),
-    (
-        F.jagged_dense_bmm,
-        (X[1:], Y, OFFSETS),
-        ValueError,
-        "offsets must end at the number of rows, 5, got 6",
-    ),
-    (
-        F.jagged_dense_bmm,
-        (X, Y, OFFSETS.to("meta")),
-        ValueError,
-        "offsets must be on x's device, cpu, or the host, got meta",
-    ),
-    (F.jagged_jagged_bmm, (X, X[1:], OFFSETS), ValueError, "y must have x's rows, 6, got 5"),
-    (F.jagged_softmax, (P, OFFSETS), ValueError, r"x must have shape \[L, H\], got \[20\]"),
-    (
-        F.jagged_softmax,
-        (X, torch.tensor([0, 4, 2, 6])),
-        ValueError,
-        "offsets must not decrease, got 4 then 2 at segment 1",
-    ),
-    (
-        F.jagged_jagged_bmm_jagged_out,
-        (X, X, OFFSETS),
-        TypeError,
-        "plan must be a ScorePlan, got Tensor",
-    ),
-    (
-        F.jagged_jagged_bmm_jagged_out,
-        (X[1:], X, PLAN),
-        ValueError,
-        "x must have one entry for each of the plan's 6 x rows, got 5",
-    ),
-    (
-        F.jagged_jagged_bmm_jagged_out,
-        (X, X[1:], PLAN),
-        ValueError,
-        "y must have one entry for each of the plan's 6 y rows, got 5",
-    ),
-    (
-        F.jagged_jagged_bmm_jagged_out,
-        (X, X[:, 1:], PLAN),
-        ValueError,
-        "y must have x's width, 4, got 3",
-    ),
-    (
-        F.jagged_jagged_bmm_jagged_out,
-        (X, X, PLAN.to("meta")),
-        ValueError,
-        "plan must be on x's device, cpu, .* got meta",
-    ),
-    (
-        F.array_jagged_bmm_jagged_out,
-        (P[1:], X, PLAN),
-        ValueError,
-        "p must have one entry for each of the plan's 20 scores, got 19",
+        {
+            r"x must have shape \[L, D\], got \[4\]": (F.jagged_dense_bmm, (X[0], Y, OFFSETS)),
+            r"y must have shape \[B, D, T\], got \[6, 4\]": (F.jagged_dense_bmm, (X, X, OFFSETS)),
+            r"y must have shape \[B, D, T\] with B, D = \[2, 4\], got \[1, 4, 3\]": (
+                F.jagged_dense_bmm,
+                (X, Y[:1], OFFSETS),
+            ),
+            r"y must have shape .* = \[2, 4\], got \[2, 3, 4\]": (
+                F.jagged_dense_bmm,
+                (X, Y.mT, OFFSETS),
+            ),
+            "y must have x's dtype, torch.float32, got torch.float16": (
+                F.jagged_dense_bmm,
+                (X, Y.half(), OFFSETS),
+            ),
+            "y must be on x's device, cpu, got meta": (
+                F.jagged_dense_bmm,
+                (X, Y.to("meta"), OFFSETS),
+            ),
+            "offsets must start at 0, got 1": (F.jagged_dense_bmm, (X, Y, OFFSETS + 1)),
+            "offsets must end at the number of rows, 5, got 6": (
+                F.jagged_dense_bmm,
+                (X[1:], Y, OFFSETS),
+            ),
+            "offsets must be on x's device, cpu, or the host, got meta": (
+                F.jagged_dense_bmm,
+                (X, Y, OFFSETS.to("meta")),
+            ),
+            "y must have x's rows, 6, got 5": (F.jagged_jagged_bmm, (X, X[1:], OFFSETS)),
+            r"x must have shape \[L, H\], got \[20\]": (F.jagged_softmax, (P, OFFSETS)),
+            "offsets must not decrease, got 4 then 2 at segment 1": (
+                F.jagged_softmax,
+                (X, torch.tensor([0, 4, 2, 6])),
+            ),
+            "x must have one entry for each of the plan's 6 x rows, got 5": (
+                F.jagged_jagged_bmm_jagged_out,
+                (X[1:], X, PLAN),
+            ),
+            "y must have one entry for each of the plan's 6 y rows, got 5": (
+                F.jagged_jagged_bmm_jagged_out,
+                (X, X[1:], PLAN),
+            ),
+            "y must have x's width, 4, got 3": (
+                F.jagged_jagged_bmm_jagged_out,
+                (X, X[:, 1:], PLAN),
+            ),
+            "plan must be on x's device, cpu, .* got meta": (
+                F.jagged_jagged_bmm_jagged_out,
+                (X, X, PLAN.to("meta")),
+            ),
+            "p must have one entry for each of the plan's 20 scores, got 19": (
+                F.array_jagged_bmm_jagged_out,
+                (P[1:], X, PLAN),
+            ),
+            r"p must have shape \[total\], got \[6, 4\]": (
+                F.array_jagged_bmm_jagged_out,
+                (X, X, PLAN),
+            ),
+            "p must have one entry for each of the plan's 20 scores, got 3": (
+                F.jagged2_softmax,
+                (P[:3], PLAN),
+            ),
+            r"dim must be -1 \(rows\) or -2 \(columns\), got 0": (F.jagged2_softmax, (P, PLAN, 0)),
+            r"weight must have shape \[T, D\] with x's D, 4, got \[4, 3\]": (
+                F.jagged_linear,
+                (X, Y[0], None),
+            ),
+            r"bias must have shape \[T\] = \[3\], got \[4\]": (F.jagged_linear, (X, Y[0].T, X[0])),
+            r"bias must have shape \[B, T\] = \[2, 3\], got \[1, 3\]": (
+                F.jagged_linear,
+                (X, Y, BIAS[:1], OFFSETS),
+            ),
+            r"bias must have shape \[B, T\], got \[3\]": (
+                F.jagged_linear,
+                (X, Y, BIAS[0], OFFSETS),
+            ),
+            "bias must have x's dtype, torch.float32, got torch.float16": (
+                F.jagged_linear,
+                (X, Y, BIAS.half(), OFFSETS),
+            ),
+            "activation must be None or one of .*, got 'softmax'": (
+                F.jagged_linear,
+                (X, Y, BIAS, OFFSETS, "softmax"),
+            ),
+            r"activation must be None or one of .*, got \['relu'\]": (
+                F.jagged_linear,
+                (X, Y, BIAS, OFFSETS, ["relu"]),
+            ),
+            r"weight must have shape \[D\] = \[4\], got \[3\]": (
+                F.jagged_layer_norm,
+                (X, X[0, 1:]),
+            ),
+            r"eps must be finite and at least 0, got -1.0": (
+                F.jagged_layer_norm,
+                (X, None, None, -1.0),
+            ),
+            r"x must have shape \[L, D\], got \[20\]": (F.jagged_layer_norm, (P,)),
+            "offsets must have segments of at most y.s N = 3 rows, got 4": (
+                F.jagged_dense_add,
+                (X, DENSE[:, :3], OFFSETS),
+            ),
+            r"y must have x's row shape, \[4\], got \[3\]": (
+                F.jagged_dense_add,
+                (X, DENSE[..., :3], OFFSETS),
+            ),
+            "y must have x's dtype, torch.float32, got torch.float64": (
+                F.jagged_dense_mul,
+                (X, DENSE.double(), OFFSETS),
+            ),
+            r"y must have one block for each of the 2 segments, got \[1, 5, 4\]": (
+                F.jagged_dense_mul,
+                (X, DENSE[:1], OFFSETS),
+            ),
+            "values and offsets must have equal lengths, at least 1, got 0 and 0": (
+                F.jagged_concat,
+                ([], []),
+            ),
+            "values and offsets must have equal lengths, at least 1, got 2 and 1": (
+                F.jagged_concat,
+                ([X, X], [OFFSETS]),
+            ),
+            r"offsets\[1\] must end at the number of rows, 5, got 6": (
+                F.jagged_concat,
+                ([X, X[1:]], [OFFSETS, OFFSETS]),
+            ),
+            r"values\[1\] must have values\[0\]'s row shape, \[4\], got \[3\]": (
+                F.jagged_concat,
+                ([X, X[:, 1:]], [OFFSETS, OFFSETS]),
+            ),
+            r"values\[1\] must have values\[0\]'s dtype, torch.float32, got .*16": (
+                F.jagged_concat,
+                ([X, X.half()], [OFFSETS] * 2),
+            ),
+            r"offsets\[1\] must have offsets\[0\]'s shape, \[3\], got \[2\]": (
+                F.jagged_concat,
+                ([X, X], [OFFSETS, OFFSETS[::2]]),
+            ),
+            "index must be 0 to B - 1 = 1, got values 1 to 2": (
+                F.jagged_select,
+                (X, OFFSETS, torch.tensor([1, 2])),
+            ),
+            "total must be at least the sum of lengths, 2, got 1": (
+                F.jagged_select,
+                (X, OFFSETS, torch.tensor([0]), 1),
+            ),
+            "total must be the number of rows of the result .* got None": (
+                F.jagged_select,
+                (X.to("meta"), OFFSETS.to("meta"), torch.tensor([0])),
+            ),
+            "first_lengths must be 0 to the segment's length, got 3 of 2 at segment 0": (
+                F.jagged_split,
+                (META, OFFSETS, 3),
+            ),
+            "first_lengths must be at least 0, got -1": (F.jagged_split, (X, OFFSETS, -1)),
+            "first_lengths must be 0 to .*, got -1 of 4 at segment 1": (
+                F.jagged_split,
+                (X, OFFSETS, torch.tensor([0, -1])),
+            ),
+            "total_first must be the sum of first_lengths, 2, got 3": (
+                F.jagged_split,
+                (X, OFFSETS, 1, 3),
+            ),
+            r"first_lengths must have shape \[B\] = \[2\], got \[1\]": (
+                F.jagged_split,
+                (X, OFFSETS, torch.tensor([1])),
+            ),
+            "total_first must be at most x's rows, 6, got 7": (
+                F.jagged_split,
+                (META, OFFSETS, OFFSETS[1:].to("meta"), 7),
+            ),
+            "total_first must be the sum of first_lengths if .* got None": (
+                F.jagged_split,
+                (META, OFFSETS, OFFSETS[1:].to("meta")),
+            ),
+            "offsets must have segments of at most max_seqlen = 3 rows, got 4": (
+                F.jagged_to_padded,
+                (X, OFFSETS, 3),
+            ),
+            "padding_value must be an integer for values of torch.int64, got 0.5": (
+                F.jagged_to_padded,
+                (X.long(), OFFSETS, 4, 0.5),
+            ),
+            r"values must have shape \[L, ...\], got \[\]": (
+                F.jagged_to_padded,
+                (X[0, 0], OFFSETS, 4),
+            ),
+            "offsets must have segments of at most dense.s N = 3 rows, got 4": (
+                F.padded_to_jagged,
+                (DENSE[:, :3], OFFSETS),
+            ),
+            "total must be the number of rows if .* got None": (
+                F.padded_to_jagged,
+                (DENSE.to("meta"), OFFSETS.to("meta")),
+            ),
+            r"dense must have shape \[B, N, ...\], got \[6\]": (
+                F.padded_to_jagged,
+                (X[:, 0], OFFSETS),
+            ),
+            "x_offsets must start at 0, got 1": (F.ScorePlan.from_offsets, (OFFSETS + 1,)),
+            "must describe the same number of segments, got 2 and 1": (
+                F.ScorePlan.from_offsets,
+                (OFFSETS, OFFSETS[:2]),
+            ),
+            r"y_offsets must be on the host, .*plan.to\(device\), got meta": (
+                F.ScorePlan.from_offsets,
+                (OFFSETS, OFFSETS.to("meta")),
+            ),
+        },
     ),
     (
         F.array_jagged_bmm_jagged_out,
@@ -238,255 +379,20 @@ BAD_CALLS = [
         ValueError,
         "y must have one entry for each of the plan's 6 y rows, got 5",
     ),
-    (
-        F.array_jagged_bmm_jagged_out,
-        (X, X, PLAN),
-        ValueError,
-        r"p must have shape \[total\], got \[6, 4\]",
-    ),
-    (F.jagged2_softmax, (P, None), TypeError, "plan must be a ScorePlan, got NoneType"),
-    (
-        F.jagged2_softmax,
-        (P[:3], PLAN),
-        ValueError,
-        "p must have one entry for each of the plan's 20 scores, got 3",
-    ),
-    (
-        F.jagged2_softmax,
-        (P, PLAN, 0),
-        ValueError,
-        r"dim must be -1 \(rows\) or -2 \(columns\), got 0",
-    ),
     (F.jagged_linear, (X, Y, None), TypeError, "offsets must be a torch.Tensor, got NoneType"),
     (F.jagged_linear, (X, Y[0].T, None, OFFSETS + 1), ValueError, "offsets must start at 0, got 1"),
-    (
-        F.jagged_linear,
-        (X, Y[0], None),
-        ValueError,
-        r"weight must have shape \[T, D\] with x's D, 4, got \[4, 3\]",
-    ),
-    (
-        F.jagged_linear,
-        (X, Y[0].T, X[0]),
-        ValueError,
-        r"bias must have shape \[T\] = \[3\], got \[4\]",
-    ),
-    (
-        F.jagged_linear,
-        (X, Y, BIAS[:1], OFFSETS),
-        ValueError,
-        r"bias must have shape \[B, T\] = \[2, 3\], got \[1, 3\]",
-    ),
-    (
-        F.jagged_linear,
-        (X, Y, BIAS[0], OFFSETS),
-        ValueError,
-        r"bias must have shape \[B, T\], got \[3\]",
-    ),
-    (
-        F.jagged_linear,
-        (X, Y, BIAS.half(), OFFSETS),
-        ValueError,
-        "bias must have x's dtype, torch.float32, got torch.float16",
-    ),
-    (
-        F.jagged_linear,
-        (X, Y, BIAS, OFFSETS, "softmax"),
-        ValueError,
-        "activation must be None or one of .*, got 'softmax'",
-    ),
-    (
-        F.jagged_linear,
-        (X, Y, BIAS, OFFSETS, ["relu"]),
-        ValueError,
-        r"activation must be None or one of .*, got \['relu'\]",
-    ),
-    (
-        F.jagged_layer_norm,
-        (X, X[0, 1:]),
-        ValueError,
-        r"weight must have shape \[D\] = \[4\], got \[3\]",
-    ),
-    (
-        F.jagged_layer_norm,
-        (X, None, None, -1.0),
-        ValueError,
-        r"eps must be finite and at least 0, got -1.0",
-    ),
-    (F.jagged_layer_norm, (P,), ValueError, r"x must have shape \[L, D\], got \[20\]"),
-    (
-        F.jagged_dense_add,
-        (X, DENSE[:, :3], OFFSETS),
-        ValueError,
-        "offsets must have segments of at most y.s N = 3 rows, got 4",
-    ),
-    (
-        F.jagged_dense_add,
-        (X, DENSE[..., :3], OFFSETS),
-        ValueError,
-        r"y must have x's row shape, \[4\], got \[3\]",
-    ),
-    (
-        F.jagged_dense_mul,
-        (X, DENSE.double(), OFFSETS),
-        ValueError,
-        "y must have x's dtype, torch.float32, got torch.float64",
-    ),
-    (
-        F.jagged_dense_mul,
-        (X, DENSE[:1], OFFSETS),
-        ValueError,
-        r"y must have one block for each of the 2 segments, got \[1, 5, 4\]",
-    ),
-    (
-        F.jagged_concat,
-        ([], []),
-        ValueError,
-        "values and offsets must have equal lengths, at least 1, got 0 and 0",
-    ),
-    (
-        F.jagged_concat,
-        ([X, X], [OFFSETS]),
-        ValueError,
-        "values and offsets must have equal lengths, at least 1, got 2 and 1",
-    ),
-    (
-        F.jagged_concat,
-        ([X, X[1:]], [OFFSETS, OFFSETS]),
-        ValueError,
-        r"offsets\[1\] must end at the number of rows, 5, got 6",
-    ),
-    (
-        F.jagged_concat,
-        ([X, X[:, 1:]], [OFFSETS, OFFSETS]),
-        ValueError,
-        r"values\[1\] must have values\[0\]'s row shape, \[4\], got \[3\]",
-    ),
-    (
-        F.jagged_concat,
-        ([X, X.half()], [OFFSETS] * 2),
-        ValueError,
-        r"values\[1\] must have values\[0\]'s dtype, torch.float32, got .*16",
-    ),
-    (
-        F.jagged_concat,
-        ([X, X], [OFFSETS, OFFSETS[::2]]),
-        ValueError,
-        r"offsets\[1\] must have offsets\[0\]'s shape, \[3\], got \[2\]",
-    ),
-    (F.jagged_select, (X, OFFSETS, [0]), TypeError, "index must be a torch.Tensor, got list"),
-    (
-        F.jagged_select,
-        (X, OFFSETS, torch.tensor([1, 2])),
-        ValueError,
-        "index must be 0 to B - 1 = 1, got values 1 to 2",
-    ),
-    (
-        F.jagged_select,
-        (X, OFFSETS, torch.tensor([0]), 1),
-        ValueError,
-        "total must be at least the sum of lengths, 2, got 1",
-    ),
-    (
-        F.jagged_select,
-        (X.to("meta"), OFFSETS.to("meta"), torch.tensor([0])),
-        ValueError,
-        "total must be the number of rows of the result .* got None",
-    ),
     (F.jagged_split, (X, None, 2), TypeError, "offsets must be a torch.Tensor, got NoneType"),
-    (
-        F.jagged_split,
-        (META, OFFSETS, 3),
-        ValueError,
-        "first_lengths must be 0 to the segment's length, got 3 of 2 at segment 0",
-    ),
-    (F.jagged_split, (X, OFFSETS, 2.0), TypeError, "first_lengths must be an int, got float"),
-    (F.jagged_split, (X, OFFSETS, -1), ValueError, "first_lengths must be at least 0, got -1"),
     (
         F.jagged_split,
         (X, OFFSETS, 3),
         ValueError,
         "first_lengths must be 0 to the segment's length, got 3 of 2 at segment 0",
-    ),
-    (
-        F.jagged_split,
-        (X, OFFSETS, torch.tensor([0, -1])),
-        ValueError,
-        "first_lengths must be 0 to .*, got -1 of 4 at segment 1",
-    ),
-    (
-        F.jagged_split,
-        (X, OFFSETS, 1, 3),
-        ValueError,
-        "total_first must be the sum of first_lengths, 2, got 3",
-    ),
-    (
-        F.jagged_split,
-        (X, OFFSETS, torch.tensor([1])),
-        ValueError,
-        r"first_lengths must have shape \[B\] = \[2\], got \[1\]",
-    ),
-    (
-        F.jagged_split,
-        (META, OFFSETS, OFFSETS[1:].to("meta"), 7),
-        ValueError,
-        "total_first must be at most x's rows, 6, got 7",
     ),
     (
         F.jagged_split,
         (X, OFFSETS, torch.tensor([1, 1]), 3),
         ValueError,
         "total_first must be the sum of first_lengths, 2, got 3",
-    ),
-    (
-        F.jagged_split,
-        (META, OFFSETS, OFFSETS[1:].to("meta")),
-        ValueError,
-        "total_first must be the sum of first_lengths if .* got None",
-    ),
-    (
-        F.jagged_to_padded,
-        (X, OFFSETS, 3),
-        ValueError,
-        "offsets must have segments of at most max_seqlen = 3 rows, got 4",
-    ),
-    (F.jagged_concat, (3, [OFFSETS]), TypeError, "values must be a sequence of tensors, got int"),
-    (
-        F.jagged_concat,
-        ([X], OFFSETS),
-        TypeError,
-        "offsets must be a sequence of tensors, got Tensor",
-    ),
-    (
-        F.jagged_to_padded,
-        (X, OFFSETS, 4, "0"),
-        TypeError,
-        "padding_value must be a number, got str",
-    ),
-    (
-        F.jagged_to_padded,
-        (X.long(), OFFSETS, 4, 0.5),
-        ValueError,
-        "padding_value must be an integer for values of torch.int64, got 0.5",
-    ),
-    (F.jagged_to_padded, (X, OFFSETS, 3.0), TypeError, "max_seqlen must be an int, got float"),
-    (
-        F.jagged_to_padded,
-        (X[0, 0], OFFSETS, 4),
-        ValueError,
-        r"values must have shape \[L, ...\], got \[\]",
-    ),
-    (
-        F.jagged_to_padded,
-        (OFFSETS.tolist(), OFFSETS, 4),
-        TypeError,
-        "values must be a torch.Tensor, got list",
-    ),
-    (
-        F.padded_to_jagged,
-        (DENSE[:, :3], OFFSETS),
-        ValueError,
-        "offsets must have segments of at most dense.s N = 3 rows, got 4",
     ),
     (
         F.padded_to_jagged,
@@ -499,37 +405,6 @@ BAD_CALLS = [
         (DENSE, OFFSETS, 5),
         ValueError,
         "offsets must end at the number of rows, 5, got 6",
-    ),
-    (
-        F.padded_to_jagged,
-        (DENSE.to("meta"), OFFSETS.to("meta")),
-        ValueError,
-        "total must be the number of rows if .* got None",
-    ),
-    (
-        F.padded_to_jagged,
-        (X[:, 0], OFFSETS),
-        ValueError,
-        r"dense must have shape \[B, N, ...\], got \[6\]",
-    ),
-    (
-        F.ScorePlan.from_offsets,
-        (None,),
-        TypeError,
-        "x_offsets must be a torch.Tensor, got NoneType",
-    ),
-    (F.ScorePlan.from_offsets, (OFFSETS + 1,), ValueError, "x_offsets must start at 0, got 1"),
-    (
-        F.ScorePlan.from_offsets,
-        (OFFSETS, OFFSETS[:2]),
-        ValueError,
-        "must describe the same number of segments, got 2 and 1",
-    ),
-    (
-        F.ScorePlan.from_offsets,
-        (OFFSETS, OFFSETS.to("meta")),
-        ValueError,
-        r"y_offsets must be on the host, .*plan.to\(device\), got meta",
     ),
 ]
 

@@ -7,6 +7,7 @@ import pickle
 import accuracy
 import pytest
 import torch
+from marks import raising
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -488,10 +489,76 @@ GOOD = dict(
 )
 INDEX = jm.CandidateIndex.from_counts(torch.tensor([1, 2]))
 BAD_CALLS = [
-    (
-        dict(implementation="cutlass"),
+    *raising(
         ValueError,
-        r"implementation must be one of \('auto', .*'hopper'\), got 'cutlass'",
+        {
+            r"implementation must be one of \('auto', .*'hopper'\), got 'cutlass'": dict(
+                implementation="cutlass"
+            ),
+            r"^weights must have shape \[M, K\], got \[4\]": dict(
+                weights=USER[0][0], embeddings=USER[1], indices=None
+            ),
+            "^embeddings must have weights' dtype, .*32, got .*64": dict(
+                weights=USER[0], embeddings=USER[1].double(), indices=None
+            ),
+            r"weights\[0\] must have shape \[M, K\], got \[2, 4, 9\]": dict(
+                weights=[USER[1], CANDIDATE[0]]
+            ),
+            r"embeddings\[1\] must have shape \[B, K, N\], got \[6, 9\]": dict(
+                embeddings=[USER[1], CANDIDATE[1][0]]
+            ),
+            r"embeddings\[0\] .* K = 4, that of weights\[0\], got \[2, 3, 9\]": dict(
+                embeddings=[USER[1][:, :3], CANDIDATE[1]]
+            ),
+            r"weights\[1\] must have weights\[0\]'s M, 3, got 2": dict(
+                weights=[USER[0], CANDIDATE[0][:2]]
+            ),
+            r"embeddings\[1\] .* N = 9, that of embeddings\[0\], got \[3, 6, 8\]": dict(
+                embeddings=[USER[1], CANDIDATE[1][..., :8]]
+            ),
+            r"weights\[1\] must be on weights\[0\]'s device, meta, got cpu": dict(
+                weights=[USER[0].to("meta"), CANDIDATE[0]]
+            ),
+            r"weights\[1\] must have weights\[0\]'s dtype.*float16, got.*float32": dict(
+                weights=[USER[0].half(), CANDIDATE[0]]
+            ),
+            r"^indices describe 3 users, embed.*0\] has 2": dict(
+                indices=jm.CandidateIndex.from_counts(torch.tensor([1, 2, 0]))
+            ),
+            r"describe 2 candidates, embeddings\[1\] has 3": dict(
+                indices=jm.CandidateIndex.from_counts(torch.tensor([1, 1]))
+            ),
+            r"^indices must be 1-D, got shape \[1, 3\]": dict(indices=torch.tensor([[1, 0, 1]])),
+            r"^indices must have one entry per row of embeddings\[1\], 3, got 2": dict(
+                indices=torch.tensor([1, 0])
+            ),
+            r"^indices must be on .* cpu, or the host, got meta": dict(
+                indices=torch.zeros(3, dtype=torch.int64, device="meta")
+            ),
+            r"^indices must be 0 to 1, the rows of embeddings\[0\], got values 0 to 2": dict(
+                indices=torch.tensor([1, 0, 2])
+            ),
+            r"^indices must be 0 to 1, .*got values -1 to 1": dict(
+                indices=torch.tensor([1, -1, 1])
+            ),
+        },
+    ),
+    *raising(
+        TypeError,
+        {
+            "^weights must be a tensor or a sequence of them, got str": dict(weights="W"),
+            "^embeddings must be a tensor or a sequence of them, got ndarray": dict(
+                embeddings=USER[1].numpy()
+            ),
+            r"weights\[1\] must be a torch.Tensor, got NoneType": dict(weights=[USER[0], None]),
+            r"embeddings\[0\] must be float64, .* on cpu, got torch.int64": dict(
+                embeddings=[USER[1].long(), CANDIDATE[1]]
+            ),
+            r"indices\[0\] must be a torch.Tensor, got list": dict(indices=[[1, 0, 1]]),
+            r"^indices must be int32 or int64, got torch.float32": dict(
+                indices=torch.tensor([1.0, 0.0, 1.0])
+            ),
+        },
     ),
     (
         dict(indices=None),
@@ -508,108 +575,6 @@ BAD_CALLS = [
         ValueError,
         "one entry per level, and indices one less, got 0 weights, 2 embeddings and 1 indices",
     ),
-    (dict(weights="W"), TypeError, "^weights must be a tensor or a sequence of them, got str"),
-    (
-        dict(embeddings=USER[1].numpy()),
-        TypeError,
-        "^embeddings must be a tensor or a sequence of them, got ndarray",
-    ),
-    (
-        dict(weights=USER[0][0], embeddings=USER[1], indices=None),
-        ValueError,
-        r"^weights must have shape \[M, K\], got \[4\]",
-    ),
-    (
-        dict(weights=USER[0], embeddings=USER[1].double(), indices=None),
-        ValueError,
-        "^embeddings must have weights' dtype, .*32, got .*64",
-    ),
-    (
-        dict(weights=[USER[0], None]),
-        TypeError,
-        r"weights\[1\] must be a torch.Tensor, got NoneType",
-    ),
-    (
-        dict(weights=[USER[1], CANDIDATE[0]]),
-        ValueError,
-        r"weights\[0\] must have shape \[M, K\], got \[2, 4, 9\]",
-    ),
-    (
-        dict(embeddings=[USER[1].long(), CANDIDATE[1]]),
-        TypeError,
-        r"embeddings\[0\] must be float64, .* on cpu, got torch.int64",
-    ),
-    (
-        dict(embeddings=[USER[1], CANDIDATE[1][0]]),
-        ValueError,
-        r"embeddings\[1\] must have shape \[B, K, N\], got \[6, 9\]",
-    ),
-    (
-        dict(embeddings=[USER[1][:, :3], CANDIDATE[1]]),
-        ValueError,
-        r"embeddings\[0\] .* K = 4, that of weights\[0\], got \[2, 3, 9\]",
-    ),
-    (
-        dict(weights=[USER[0], CANDIDATE[0][:2]]),
-        ValueError,
-        r"weights\[1\] must have weights\[0\]'s M, 3, got 2",
-    ),
-    (
-        dict(embeddings=[USER[1], CANDIDATE[1][..., :8]]),
-        ValueError,
-        r"embeddings\[1\] .* N = 9, that of embeddings\[0\], got \[3, 6, 8\]",
-    ),
-    (
-        dict(weights=[USER[0].to("meta"), CANDIDATE[0]]),
-        ValueError,
-        r"weights\[1\] must be on weights\[0\]'s device, meta, got cpu",
-    ),
-    (
-        dict(weights=[USER[0].half(), CANDIDATE[0]]),
-        ValueError,
-        r"weights\[1\] must have weights\[0\]'s dtype.*float16, got.*float32",
-    ),
-    (
-        dict(indices=jm.CandidateIndex.from_counts(torch.tensor([1, 2, 0]))),
-        ValueError,
-        r"^indices describe 3 users, embed.*0\] has 2",
-    ),
-    (
-        dict(indices=jm.CandidateIndex.from_counts(torch.tensor([1, 1]))),
-        ValueError,
-        r"describe 2 candidates, embeddings\[1\] has 3",
-    ),
-    (dict(indices=[[1, 0, 1]]), TypeError, r"indices\[0\] must be a torch.Tensor, got list"),
-    (
-        dict(indices=torch.tensor([1.0, 0.0, 1.0])),
-        TypeError,
-        r"^indices must be int32 or int64, got torch.float32",
-    ),
-    (
-        dict(indices=torch.tensor([[1, 0, 1]])),
-        ValueError,
-        r"^indices must be 1-D, got shape \[1, 3\]",
-    ),
-    (
-        dict(indices=torch.tensor([1, 0])),
-        ValueError,
-        r"^indices must have one entry per row of embeddings\[1\], 3, got 2",
-    ),
-    (
-        dict(indices=torch.zeros(3, dtype=torch.int64, device="meta")),
-        ValueError,
-        r"^indices must be on .* cpu, or the host, got meta",
-    ),
-    (
-        dict(indices=torch.tensor([1, 0, 2])),
-        ValueError,
-        r"^indices must be 0 to 1, the rows of embeddings\[0\], got values 0 to 2",
-    ),
-    (
-        dict(indices=torch.tensor([1, -1, 1])),
-        ValueError,
-        r"^indices must be 0 to 1, .*got values -1 to 1",
-    ),
 ]
 
 
@@ -622,53 +587,57 @@ def test_bad_input_of_the_function(change, error, message):
 
 
 BAD_LAYERS = [
-    ((0, 4), ValueError, "num_candidate_embeddings must be at least 1, got 0"),
-    ((3.0, 4), TypeError, "num_candidate_embeddings must be an int, got float"),
-    ((3, 0), ValueError, "num_compressed must be at least 1, got 0"),
-    ((3, 4, -1), ValueError, "num_user_embeddings must be at least 0, got -1"),
-    ((3, 4, "6"), TypeError, "num_user_embeddings must be an int or a sequence of ints, got str"),
-    ((3, 4, (6, 0)), ValueError, r"num_user_embeddings\[1\] must be at least 1, got 0"),
+    *raising(
+        ValueError,
+        {
+            "num_candidate_embeddings must be at least 1, got 0": ((0, 4),),
+            "num_compressed must be at least 1, got 0": ((3, 0),),
+            "num_user_embeddings must be at least 0, got -1": ((3, 4, -1),),
+            r"num_user_embeddings\[1\] must be at least 1, got 0": ((3, 4, (6, 0)),),
+        },
+    ),
+    *raising(
+        TypeError,
+        {
+            "num_candidate_embeddings must be an int, got float": ((3.0, 4),),
+            "num_user_embeddings must be an int or a sequence of ints, got str": ((3, 4, "6"),),
+        },
+    ),
 ]
 BAD_NAMES = [
-    (
-        dict(candidate_features=["a", "b"]),
+    *raising(
         ValueError,
-        r"candidate_features must be 3 different names, got \['a', 'b'\]",
+        {
+            r"candidate_features must be 3 different names, got \['a', 'b'\]": dict(
+                candidate_features=["a", "b"]
+            ),
+            r"candidate_features must be 3 different names, got \['a', 'b', 'a'\]": dict(
+                candidate_features=["a", "b", "a"]
+            ),
+            r"user_features must have one entry per shared level, 0, got \[\['a'\]\]": dict(
+                user_features=["a"]
+            ),
+            r"user_features must be 2 different names, got \['a'\]": dict(
+                num_user_embeddings=2, user_features=["a"]
+            ),
+            r"user_features must have one entry per shared level, 2, got": dict(
+                num_user_embeddings=(1, 2), user_features=[["a"]]
+            ),
+        },
     ),
-    (
-        dict(candidate_features=["a", "b", "a"]),
-        ValueError,
-        r"candidate_features must be 3 different names, got \['a', 'b', 'a'\]",
-    ),
-    (
-        dict(candidate_features="abc"),
+    *raising(
         TypeError,
-        "candidate_features must be a sequence of names, got 'abc'",
-    ),
-    (
-        dict(candidate_features=[1, 2, 3]),
-        TypeError,
-        r"candidate_features must be a sequence of names, got \[1, 2, 3\]",
-    ),
-    (
-        dict(user_features=["a"]),
-        ValueError,
-        r"user_features must have one entry per shared level, 0, got \[\['a'\]\]",
-    ),
-    (
-        dict(num_user_embeddings=2, user_features=["a"]),
-        ValueError,
-        r"user_features must be 2 different names, got \['a'\]",
-    ),
-    (
-        dict(num_user_embeddings=(1, 2), user_features=["a", "b"]),
-        TypeError,
-        r"user_features\[0\] must be a sequence of names, got 'a'",
-    ),
-    (
-        dict(num_user_embeddings=(1, 2), user_features=[["a"]]),
-        ValueError,
-        r"user_features must have one entry per shared level, 2, got",
+        {
+            "candidate_features must be a sequence of names, got 'abc'": dict(
+                candidate_features="abc"
+            ),
+            r"candidate_features must be a sequence of names, got \[1, 2, 3\]": dict(
+                candidate_features=[1, 2, 3]
+            ),
+            r"user_features\[0\] must be a sequence of names, got 'a'": dict(
+                num_user_embeddings=(1, 2), user_features=["a", "b"]
+            ),
+        },
     ),
 ]
 
@@ -690,76 +659,58 @@ def test_bad_constructor(arguments, error, message):
 
 
 BAD_FORWARDS = [
+    *raising(
+        ValueError,
+        {
+            r"user_embeddings must have shape .* K = 4, .*got \[3, 6, 9\]": (
+                (CANDIDATE[1], CANDIDATE[1], INDEX),
+            ),
+            r"candidate_embeddings must have shape \[B, K, N\], got \[3, 54\]": (
+                (CANDIDATE[1].flatten(1), USER[1], INDEX),
+            ),
+            "user_embeddings must have one entry per shared level, 1, got 0": ((CANDIDATE[1],),),
+            "candidates must have one entry per shared level, 1, got 0": ((CANDIDATE[1], USER[1]),),
+            "user_embeddings must have one entry per shared level, 1, got 2": (
+                (CANDIDATE[1], [USER[1]] * 2, INDEX),
+            ),
+            "^candidates .* one entry per row of candidate_embeddings, 3, got 2": (
+                (CANDIDATE[1], USER[1], torch.tensor([0, 1])),
+            ),
+            "^candidates must be 0 to 1, the rows of user_embeddings, .* 0 to 2": (
+                (CANDIDATE[1], USER[1], torch.tensor([0, 1, 2])),
+            ),
+            "candidates must have one entry per shared level, 1, got 2": (
+                (CANDIDATE[1], USER[1], [INDEX] * 2),
+            ),
+            "^candidates describe 2 users, user_embeddings has 3": (
+                (CANDIDATE[1], CANDIDATE[1][:, :4], INDEX),
+            ),
+            "^candidate_embeddings must have the layer's dtype, .*32, got .*64": (
+                (CANDIDATE[1].double(), USER[1], INDEX),
+            ),
+            "^user_embeddings must be on the layer's device, cpu, got meta": (
+                (CANDIDATE[1], USER[1].to("meta"), INDEX),
+            ),
+            "^candidate_embeddings .* N = 8, that of user_embeddings, got": (
+                (CANDIDATE[1], USER[1][..., :8], INDEX),
+            ),
+        },
+    ),
+    *raising(
+        TypeError,
+        {
+            "candidate_embeddings must be a torch.Tensor, got str": (
+                ("candidates", USER[1], INDEX),
+            ),
+            "^candidates must be int32 or int64, got torch.float32": (
+                (CANDIDATE[1], USER[1], torch.tensor([0.0, 1.0, 1.0])),
+            ),
+        },
+    ),
     (
         (CANDIDATE[1][:, :5], USER[1], INDEX),
         ValueError,
         r"candidate_embeddings must have shape .* K = 6, that of the layer, got .*5",
-    ),
-    (
-        (CANDIDATE[1], CANDIDATE[1], INDEX),
-        ValueError,
-        r"user_embeddings must have shape .* K = 4, .*got \[3, 6, 9\]",
-    ),
-    (
-        (CANDIDATE[1].flatten(1), USER[1], INDEX),
-        ValueError,
-        r"candidate_embeddings must have shape \[B, K, N\], got \[3, 54\]",
-    ),
-    (
-        ("candidates", USER[1], INDEX),
-        TypeError,
-        "candidate_embeddings must be a torch.Tensor, got str",
-    ),
-    ((CANDIDATE[1],), ValueError, "user_embeddings must have one entry per shared level, 1, got 0"),
-    (
-        (CANDIDATE[1], USER[1]),
-        ValueError,
-        "candidates must have one entry per shared level, 1, got 0",
-    ),
-    (
-        (CANDIDATE[1], [USER[1]] * 2, INDEX),
-        ValueError,
-        "user_embeddings must have one entry per shared level, 1, got 2",
-    ),
-    (
-        (CANDIDATE[1], USER[1], torch.tensor([0, 1])),
-        ValueError,
-        "^candidates .* one entry per row of candidate_embeddings, 3, got 2",
-    ),
-    (
-        (CANDIDATE[1], USER[1], torch.tensor([0, 1, 2])),
-        ValueError,
-        "^candidates must be 0 to 1, the rows of user_embeddings, .* 0 to 2",
-    ),
-    (
-        (CANDIDATE[1], USER[1], [INDEX] * 2),
-        ValueError,
-        "candidates must have one entry per shared level, 1, got 2",
-    ),
-    (
-        (CANDIDATE[1], USER[1], torch.tensor([0.0, 1.0, 1.0])),
-        TypeError,
-        "^candidates must be int32 or int64, got torch.float32",
-    ),
-    (
-        (CANDIDATE[1], CANDIDATE[1][:, :4], INDEX),
-        ValueError,
-        "^candidates describe 2 users, user_embeddings has 3",
-    ),
-    (
-        (CANDIDATE[1].double(), USER[1], INDEX),
-        ValueError,
-        "^candidate_embeddings must have the layer's dtype, .*32, got .*64",
-    ),
-    (
-        (CANDIDATE[1], USER[1].to("meta"), INDEX),
-        ValueError,
-        "^user_embeddings must be on the layer's device, cpu, got meta",
-    ),
-    (
-        (CANDIDATE[1], USER[1][..., :8], INDEX),
-        ValueError,
-        "^candidate_embeddings .* N = 8, that of user_embeddings, got",
     ),
 ]
 

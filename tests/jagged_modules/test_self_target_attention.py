@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import raising
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -302,21 +303,49 @@ GOOD = dict(zip(("q_user", "k", "v"), (torch.randn(5, 2, 8) for _ in range(3))))
 GOOD |= dict(offsets=torch.tensor([0, 2, 5]), candidate_offsets=torch.tensor([0, 3, 4]))
 TIMES = torch.arange(5)
 BAD = [
-    (dict(q_user=None), TypeError, "q_user must be a torch.Tensor, got NoneType"),
-    (
-        dict(q_candidates=torch.ones(4, 16)),
-        ValueError,
-        r"q_candidates must have shape \[C, H, D\], got \[4, 16\]",
+    *raising(
+        TypeError,
+        {
+            "q_user must be a torch.Tensor, got NoneType": dict(q_user=None),
+            "offsets must be a torch.Tensor, got list": dict(offsets=[0, 2, 5]),
+            "offsets must be a torch.Tensor, got str": dict(offsets="shared"),
+            "bias must be a RelativeBias, got Tensor": dict(bias=torch.ones(9)),
+        },
     ),
-    (
-        dict(q_candidates=GOOD["q_candidates"].double()),
+    *raising(
         ValueError,
-        "must have q_user's dtype, torch.float32, got torch.float64",
-    ),
-    (
-        dict(q_candidates=torch.ones(4, 2, 8, device="meta")),
-        ValueError,
-        "q_candidates must have q_user's device, cpu, got meta",
+        {
+            r"q_candidates must have shape \[C, H, D\], got \[4, 16\]": dict(
+                q_candidates=torch.ones(4, 16)
+            ),
+            "must have q_user's dtype, torch.float32, got torch.float64": dict(
+                q_candidates=GOOD["q_candidates"].double()
+            ),
+            "q_candidates must have q_user's device, cpu, got meta": dict(
+                q_candidates=torch.ones(4, 2, 8, device="meta")
+            ),
+            "k must have q_user's rows, 5, got 6": dict(
+                k=torch.ones(6, 2, 8), v=torch.ones(6, 2, 8)
+            ),
+            "candidate_offsets must end at the number of rows, 4, got 5": dict(
+                candidate_offsets=torch.tensor([0, 3, 5])
+            ),
+            "must describe the same number of segments, got 2 and 1": dict(
+                candidate_offsets=torch.tensor([0, 4])
+            ),
+            "mask.num_targets must be None with several query groups, got 2 groups": dict(
+                mask=jm.AttentionMask(num_targets=torch.tensor([1, 1]))
+            ),
+            r"output_scale must have shape \[B\] = \[4\], got \[2\]": dict(
+                activation="silu", output_scale=torch.ones(2)
+            ),
+            "bias.position must have one row for each of q_user's 2 heads, got 3": dict(
+                bias=jm.RelativeBias(torch.ones(3, 9))
+            ),
+            "bias.timestamps must have one element for each row of k, 5, got 9": dict(
+                bias=jm.RelativeBias(None, torch.ones(4), torch.arange(9))
+            ),
+        },
     ),
     (
         dict(q_candidates=torch.ones(4, 1, 8)),
@@ -324,52 +353,14 @@ BAD = [
         r"q_candidates must have q_user's heads and head dim, \[2, 8\], got \[1, 8\]",
     ),
     (
-        dict(k=torch.ones(6, 2, 8), v=torch.ones(6, 2, 8)),
-        ValueError,
-        "k must have q_user's rows, 5, got 6",
-    ),
-    (dict(offsets=[0, 2, 5]), TypeError, "offsets must be a torch.Tensor, got list"),
-    (dict(offsets="shared"), TypeError, "offsets must be a torch.Tensor, got str"),
-    (
-        dict(candidate_offsets=torch.tensor([0, 3, 5])),
-        ValueError,
-        "candidate_offsets must end at the number of rows, 4, got 5",
-    ),
-    (
-        dict(candidate_offsets=torch.tensor([0, 4])),
-        ValueError,
-        "must describe the same number of segments, got 2 and 1",
-    ),
-    (
-        dict(mask=jm.AttentionMask(num_targets=torch.tensor([1, 1]))),
-        ValueError,
-        "mask.num_targets must be None with several query groups, got 2 groups",
-    ),
-    (
-        dict(activation="silu", output_scale=torch.ones(2)),
-        ValueError,
-        r"output_scale must have shape \[B\] = \[4\], got \[2\]",
-    ),
-    (dict(bias=torch.ones(9)), TypeError, "bias must be a RelativeBias, got Tensor"),
-    (
         dict(bias=jm.RelativeBias(torch.ones(3))),
         ValueError,
         "^offsets must have segments of at most 2 rows, those of bias.position, got 3",
     ),
     (
-        dict(bias=jm.RelativeBias(torch.ones(3, 9))),
-        ValueError,
-        "bias.position must have one row for each of q_user's 2 heads, got 3",
-    ),
-    (
         dict(bias=jm.RelativeBias(None, torch.ones(4), TIMES, query_timestamps=torch.arange(9))),
         ValueError,
         "bias.query_timestamps must have one element for each row of q_user, 5, got 9",
-    ),
-    (
-        dict(bias=jm.RelativeBias(None, torch.ones(4), torch.arange(9))),
-        ValueError,
-        "bias.timestamps must have one element for each row of k, 5, got 9",
     ),
     (
         dict(bias=jm.RelativeBias(torch.ones(9), query_shift=torch.zeros(4).long())),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import raising
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -397,80 +398,60 @@ WRONG_CANDIDATES = (
     r" torch.Tensor, got "
 )
 BAD_CALLS = [
-    (
-        dict(q=torch.randn(3, 2, 8)),
+    *raising(
         ValueError,
-        r"q must have shape \[num_candidates, n_q, H, D\], got \[3, 2, 8\]",
+        {
+            r"q must have shape \[num_candidates, n_q, H, D\], got \[3, 2, 8\]": dict(
+                q=torch.randn(3, 2, 8)
+            ),
+            r"^candidates must be 1-D, got shape \[1, 3\]": dict(
+                candidates=torch.tensor([[0, 1, 1]])
+            ),
+            "^candidates must be 0 to num_users - 1 = 1, got values 0 to 2": dict(
+                candidates=torch.tensor([0, 2, 1])
+            ),
+            "candidates describe 2 candidates, the queries have 3": dict(
+                candidates=torch.tensor([0, 1])
+            ),
+            "candidates describe 3 candidates, the queries have 4": dict(q=torch.randn(4, 2, 2, 8)),
+            "candidates describe 2 users, the history has 3": dict(
+                kv_offsets=torch.tensor([0, 2, 3, 5])
+            ),
+            "describe 2 candidates, the queries have 3": dict(
+                candidates=jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2)
+            ),
+            '^kv_offsets must be a tensor or "shared", got "all"': dict(
+                kv_offsets="all", candidates=torch.tensor([0, 1, 1])
+            ),
+            r"^kv_offsets must be 1-D, got shape \[\]": dict(kv_offsets=torch.tensor(5)),
+            r"^kv_offsets must have shape \[B \+ 1\], got \[0\]": dict(
+                kv_offsets=torch.tensor([], dtype=torch.int64)
+            ),
+            "kv_offsets must end at the number of rows, 5, got 6": dict(
+                kv_offsets=torch.tensor([0, 3, 6])
+            ),
+            "kv_offsets must have segments of at most max_seqlen_kv = 2 rows, got 3": dict(
+                max_seqlen_kv=2
+            ),
+        },
     ),
-    (dict(q=None), TypeError, "q must be a torch.Tensor, got NoneType"),
+    *raising(
+        TypeError,
+        {
+            "q must be a torch.Tensor, got NoneType": dict(q=None),
+            "^candidates must be int32 or int64, got torch.float32": dict(
+                candidates=torch.tensor([0.0, 1.0, 1.0])
+            ),
+            'a CandidateIndex where kv_offsets is "shared", got Tensor': dict(
+                candidates=torch.tensor([0, 1, 1]), kv_offsets="shared"
+            ),
+            "^kv_offsets must be a torch.Tensor.*got list": dict(
+                kv_offsets=[0, 3, 5], candidates=torch.tensor([0, 1, 1])
+            ),
+            "kv_offsets must be a torch.Tensor.*got NoneType": dict(kv_offsets=None),
+        },
+    ),
     (dict(candidates=[0, 1, 1]), TypeError, WRONG_CANDIDATES + "list"),
-    (
-        dict(candidates=torch.tensor([0.0, 1.0, 1.0])),
-        TypeError,
-        "^candidates must be int32 or int64, got torch.float32",
-    ),
-    (
-        dict(candidates=torch.tensor([[0, 1, 1]])),
-        ValueError,
-        r"^candidates must be 1-D, got shape \[1, 3\]",
-    ),
-    (
-        dict(candidates=torch.tensor([0, 2, 1])),
-        ValueError,
-        "^candidates must be 0 to num_users - 1 = 1, got values 0 to 2",
-    ),
-    (
-        dict(candidates=torch.tensor([0, 1])),
-        ValueError,
-        "candidates describe 2 candidates, the queries have 3",
-    ),
-    (
-        dict(candidates=torch.tensor([0, 1, 1]), kv_offsets="shared"),
-        TypeError,
-        'a CandidateIndex where kv_offsets is "shared", got Tensor',
-    ),
-    (
-        dict(q=torch.randn(4, 2, 2, 8)),
-        ValueError,
-        "candidates describe 3 candidates, the queries have 4",
-    ),
-    (
-        dict(kv_offsets=torch.tensor([0, 2, 3, 5])),
-        ValueError,
-        "candidates describe 2 users, the history has 3",
-    ),
-    (
-        dict(candidates=jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2)),
-        ValueError,
-        "describe 2 candidates, the queries have 3",
-    ),
-    (
-        dict(kv_offsets=[0, 3, 5], candidates=torch.tensor([0, 1, 1])),
-        TypeError,
-        "^kv_offsets must be a torch.Tensor.*got list",
-    ),
-    (
-        dict(kv_offsets="all", candidates=torch.tensor([0, 1, 1])),
-        ValueError,
-        '^kv_offsets must be a tensor or "shared", got "all"',
-    ),
-    (dict(kv_offsets=torch.tensor(5)), ValueError, r"^kv_offsets must be 1-D, got shape \[\]"),
-    (
-        dict(kv_offsets=torch.tensor([], dtype=torch.int64)),
-        ValueError,
-        r"^kv_offsets must have shape \[B \+ 1\], got \[0\]",
-    ),
-    (dict(kv_offsets=None), TypeError, "kv_offsets must be a torch.Tensor.*got NoneType"),
-    (
-        dict(kv_offsets=torch.tensor([0, 3, 6])),
-        ValueError,
-        "kv_offsets must end at the number of rows, 5, got 6",
-    ),
-    (
-        dict(max_seqlen_kv=2),
-        ValueError,
-        "kv_offsets must have segments of at most max_seqlen_kv = 2 rows, got 3",
-    ),
 ]
 
 
@@ -483,24 +464,28 @@ def test_bad_input_of_the_function(change, error, message):
 
 
 BAD_LAYERS = [
-    (
-        dict(embedding_dim=10, num_heads=4),
+    *raising(
         ValueError,
-        "embedding_dim must be a multiple of num_heads, got 10 and 4",
+        {
+            "embedding_dim must be a multiple of num_heads, got 10 and 4": dict(
+                embedding_dim=10, num_heads=4
+            ),
+            "num_heads must be at least 1, got 0": dict(embedding_dim=8, num_heads=0),
+            "embedding_dim must be at least 1, got 0": dict(embedding_dim=0, num_heads=1),
+            "target_dim must be at least 1, got 0": dict(
+                embedding_dim=8, num_heads=2, target_dim=0
+            ),
+            "embedding_dim / num_heads must be at most 256, got 512": dict(
+                embedding_dim=1024, num_heads=2
+            ),
+        },
     ),
-    (dict(embedding_dim=8, num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
-    (dict(embedding_dim=0, num_heads=1), ValueError, "embedding_dim must be at least 1, got 0"),
-    (dict(embedding_dim=8.0, num_heads=1), TypeError, "embedding_dim must be an int, got float"),
-    (dict(embedding_dim=8, num_heads="2"), TypeError, "num_heads must be an int, got str"),
-    (
-        dict(embedding_dim=8, num_heads=2, target_dim=0),
-        ValueError,
-        "target_dim must be at least 1, got 0",
-    ),
-    (
-        dict(embedding_dim=1024, num_heads=2),
-        ValueError,
-        "embedding_dim / num_heads must be at most 256, got 512",
+    *raising(
+        TypeError,
+        {
+            "embedding_dim must be an int, got float": dict(embedding_dim=8.0, num_heads=1),
+            "num_heads must be an int, got str": dict(embedding_dim=8, num_heads="2"),
+        },
     ),
 ]
 
@@ -515,79 +500,61 @@ def test_bad_constructor(arguments, error, message):
 
 HISTORY = torch.randn(5, 8), torch.tensor([0, 2, 5])
 BAD_FORWARDS = [
-    (
-        (torch.randn(2, 3, 7), HISTORY),
+    *raising(
         ValueError,
-        r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 3, 7\]",
+        {
+            r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 3, 7\]": (
+                (torch.randn(2, 3, 7), HISTORY),
+            ),
+            "targets must have the layer's dtype, torch.float32, got torch.float64": (
+                (torch.randn(2, 3, 8).double(), HISTORY),
+            ),
+            r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 8\]": (
+                (torch.randn(2, 8), HISTORY),
+            ),
+            "targets without candidates must be one per history segment, 2, got 3": (
+                (torch.randn(3, 1, 8), HISTORY),
+            ),
+            r"history's values must have shape \[L, 8\], got \[5, 9\]": (
+                (torch.randn(2, 1, 8), (torch.randn(5, 9), HISTORY[1])),
+            ),
+            "offsets must end at the number of rows, 5, got 4": (
+                (torch.randn(2, 1, 8), (torch.randn(5, 8), torch.tensor([0, 2, 4]))),
+            ),
+            r"targets' values must have shape \[L, 8\], got \[4, 7\]": (
+                ((torch.randn(4, 7), torch.tensor([0, 1, 4])), HISTORY),
+            ),
+            "the same number of segments, got 1 and 2": (
+                ((torch.randn(4, 8), torch.tensor([0, 4])), HISTORY),
+            ),
+            "targets and history must have the same number of segments, got 4 and 2": (
+                ((torch.randn(4, 8), torch.arange(5)), HISTORY),
+            ),
+            "^targets must be a dense tensor, got a nested": (
+                (torch.nested.nested_tensor([torch.ones(1, 8)] * 3), HISTORY, INDEX),
+            ),
+            "^candidates must be 0 to num_users - 1 = 1, got values 0 to 3": (
+                (torch.randn(3, 1, 8), HISTORY, torch.tensor([0, 1, 3])),
+            ),
+            "candidates describe 3 candidates, targets have 4": (
+                (torch.randn(4, 1, 8), HISTORY, INDEX),
+            ),
+        },
     ),
-    (
-        (torch.randn(2, 3, 8).double(), HISTORY),
-        ValueError,
-        "targets must have the layer's dtype, torch.float32, got torch.float64",
-    ),
-    (
-        (torch.randn(2, 8), HISTORY),
-        ValueError,
-        r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 8\]",
-    ),
-    (
-        (torch.randn(3, 1, 8), HISTORY),
-        ValueError,
-        "targets without candidates must be one per history segment, 2, got 3",
-    ),
-    (
-        (torch.randn(2, 1, 8), torch.randn(5, 8)),
+    *raising(
         TypeError,
-        "history must be a JaggedTensor.*got Tensor",
-    ),
-    (
-        (torch.randn(2, 1, 8), (torch.randn(5, 9), HISTORY[1])),
-        ValueError,
-        r"history's values must have shape \[L, 8\], got \[5, 9\]",
-    ),
-    (
-        (torch.randn(2, 1, 8), (torch.randn(5, 8), torch.tensor([0, 2, 4]))),
-        ValueError,
-        "offsets must end at the number of rows, 5, got 4",
-    ),
-    (
-        ((torch.randn(4, 7), torch.tensor([0, 1, 4])), HISTORY),
-        ValueError,
-        r"targets' values must have shape \[L, 8\], got \[4, 7\]",
-    ),
-    (
-        ((torch.randn(4, 8), torch.tensor([0, 4])), HISTORY),
-        ValueError,
-        "the same number of segments, got 1 and 2",
-    ),
-    (
-        ((torch.randn(4, 8), torch.arange(5)), HISTORY),
-        ValueError,
-        "targets and history must have the same number of segments, got 4 and 2",
-    ),
-    (
-        (torch.nested.nested_tensor([torch.ones(1, 8)] * 3), HISTORY, INDEX),
-        ValueError,
-        "^targets must be a dense tensor, got a nested",
-    ),
-    (("targets", HISTORY), TypeError, "targets must be a JaggedTensor.*got str"),
-    (
-        (HISTORY, HISTORY, INDEX),
-        TypeError,
-        r"targets must be a torch.Tensor \[num_candidates, n_q, E_t\], got tuple",
+        {
+            "history must be a JaggedTensor.*got Tensor": (
+                (torch.randn(2, 1, 8), torch.randn(5, 8)),
+            ),
+            "targets must be a JaggedTensor.*got str": (("targets", HISTORY),),
+            r"targets must be a torch.Tensor \[num_candidates, n_q, E_t\], got tuple": (
+                (HISTORY, HISTORY, INDEX),
+            ),
+        },
     ),
     ((torch.randn(3, 1, 8), HISTORY, (0, 1, 1)), TypeError, WRONG_CANDIDATES + "tuple"),
     ((torch.randn(3, 1, 8), HISTORY, jm.Jagged(*HISTORY)), TypeError, WRONG_CANDIDATES + "Jagged"),
-    (
-        (torch.randn(3, 1, 8), HISTORY, torch.tensor([0, 1, 3])),
-        ValueError,
-        "^candidates must be 0 to num_users - 1 = 1, got values 0 to 3",
-    ),
-    (
-        (torch.randn(4, 1, 8), HISTORY, INDEX),
-        ValueError,
-        "candidates describe 3 candidates, targets have 4",
-    ),
 ]
 
 
