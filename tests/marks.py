@@ -4,11 +4,19 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
+import torch
 
 SLOW = pytest.mark.slow
 # seconds after which a test that waits for something fails; one that passes takes a few, on a busy
 # machine too
 PATIENCE = 600.0
+ON_HOPPER = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+        reason="needs compute capability 9.0",
+    ),
+]
 
 
 def slow_after(number: int, names: str, values: Iterable, **options) -> pytest.MarkDecorator:

@@ -593,21 +593,16 @@ OPERATORS = {
         fix=_even_dim,
         **_rows,
     ),
-    "jagged_dense_bmm": Operator(
-        axes=_product,
-        data_axes=_jagged_data,
-        work=_dense_work,
-        parts=_dense_parts,
-        behind=True,
-        **_offsets,
-    ),
-    "jagged_jagged_bmm": Operator(
-        axes=_product,
-        data_axes=_jagged_data,
-        work=_dense_work,
-        parts=_dense_parts,
-        behind=True,
-        **_offsets,
+    **dict.fromkeys(
+        ("jagged_dense_bmm", "jagged_jagged_bmm"),
+        Operator(
+            axes=_product,
+            data_axes=_jagged_data,
+            work=_dense_work,
+            parts=_dense_parts,
+            behind=True,
+            **_offsets,
+        ),
     ),
     **dict.fromkeys(
         ("jagged_sum", "jagged_mean"),

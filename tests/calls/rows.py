@@ -205,6 +205,19 @@ def jagged_max(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     )
 
 
+def _rows(index: Tensor, counts: list[int]) -> Callable:
+    """The model of a function that moves these rows, so many of each segment."""
+
+    def model(inputs, gradients):
+        x, do, exact = inputs["x"], gradients["out"], accuracy.Bound.exact
+        out, dx = torch.zeros_like(do), torch.zeros_like(x)
+        out[: len(index)] = x[index]
+        dx[index] = do[: len(index)]
+        return dict(out=exact(out), dx=exact(dx), offsets=offsets_of(counts))
+
+    return model
+
+
 def part(name: str) -> Callable:
     """Of `jagged_first` and `jagged_last`."""
 
@@ -220,19 +233,10 @@ def part(name: str) -> Callable:
         starts = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
         index = [s + f + i for s, f, t in zip(starts, first, taken) for i in range(t)]
         index = torch.tensor(index, dtype=torch.int64, device=make.device)
-
-        def model(inputs, gradients):
-            x, do, exact = inputs["x"], gradients["out"], accuracy.Bound.exact
-            out, dx = torch.zeros_like(do), torch.zeros_like(x)
-            out[: len(index)] = x[index]
-            dx[index] = do[: len(index)]
-            ends = torch.tensor([0, *taken]).cumsum(0)
-            return dict(out=exact(out), dx=exact(dx), offsets=ends)
-
         return Call(
             dict(x=make.tensor(sum(lengths), o["columns"])),
             lambda x: dict(zip(("out", "offsets"), getattr(F, name)(x, offsets, k))),
-            model,
+            _rows(index, taken),
             dict(x=make.segments(lengths)),
         )
 
@@ -255,20 +259,13 @@ def jagged_between(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     index = taken.nonzero()[:, 0]
     counts = [int(x.sum()) for x in taken.split(lengths)]
 
-    def model(inputs, gradients):
-        x, do, exact = inputs["x"], gradients["out"], accuracy.Bound.exact
-        out, dx = torch.zeros_like(do), torch.zeros_like(x)
-        out[: len(index)] = x[index]
-        dx[index] = do[: len(index)]
-        return dict(out=exact(out), dx=exact(dx), offsets=offsets_of(counts))
-
     times = make.index("times", times)
     return Call(
         dict(x=make.tensor(sum(lengths), o["columns"])),
         lambda x: dict(
             zip(("out", "offsets"), F.jagged_between(x, offsets, times=times, **bounds))
         ),
-        model,
+        _rows(index, counts),
         dict(x=segments),
     )
 
@@ -282,17 +279,10 @@ def jagged_select(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     rows = [starts[b] + i for b in chosen for i in range(lengths[b])]
     rows = torch.tensor(rows, dtype=torch.int64, device=make.device)
 
-    def model(inputs, gradients):
-        x, do, exact = inputs["x"], gradients["out"], accuracy.Bound.exact
-        out, dx = torch.zeros_like(do), torch.zeros_like(x)
-        out[: len(rows)] = x[rows]
-        dx[rows] = do[: len(rows)]
-        return dict(out=exact(out), dx=exact(dx), offsets=offsets_of(taken))
-
     return Call(
         dict(x=make.tensor(sum(lengths), o["columns"])),
         lambda x: dict(zip(("out", "offsets"), F.jagged_select(x, offsets, index, len(rows)))),
-        model,
+        _rows(rows, taken),
         dict(x=make.segments(lengths)),
     )
 

@@ -19,6 +19,7 @@ from jagged_kernels.attention.params import (
     pack,
 )
 from jagged_kernels.attention.select import hopper_is_supported
+from space import MASKS
 from torch import library
 
 import jagged_modules as jm
@@ -29,20 +30,6 @@ from jagged_modules.schedule import host_schedule
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SELF = [3, 0, 1, 70, 5, 130, 64, 9, 257, 128, 400]
-MASKS = [
-    "causal",
-    "window",
-    "causal-window",
-    "targets",
-    "grouped-targets",
-    "hstu",
-    "long-context",
-    "band",
-    "open-targets",
-    "semi-local",
-    "truncated",
-    "open-truncated",
-]
 CASES = [
     ((24, 40), torch.float32),
     ((24, 40), torch.bfloat16),
@@ -317,7 +304,7 @@ def test_activations(check_attention, activation):
 @pytest.mark.parametrize("lengths", ["self", "mixed"])
 def test_masks(check_attention, lengths, mask, case):
     """Each with two of the cases; test_cells_gpu.py has other pairs."""
-    (dims, dtype), activation = case, alternate(MASKS.index(mask) // 2, ["softmax", "silu"])
+    (dims, dtype), activation = case, alternate(list(MASKS).index(mask) // 2, ["softmax", "silu"])
     check_attention(
         (SELF, SELF) if lengths == "self" else lengths,
         dtype,

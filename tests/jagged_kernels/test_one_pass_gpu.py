@@ -5,18 +5,13 @@ import pytest
 import torch
 from jagged_kernels.attention.hopper import launch as hopper
 from jagged_kernels.schedule import cost
+from marks import ON_HOPPER
 
 import jagged_modules as jm
 from jagged_modules import functional as F
 from jagged_modules.schedule import host_schedule
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-        reason="needs compute capability 9.0",
-    ),
-]
+pytestmark = ON_HOPPER
 SELF = [3, 0, 1, 70, 5, 130, 64, 9, 257, 128, 400, 1000]
 CASES = [((64, 64), torch.float16), ((128, 128), torch.bfloat16)]
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from space import MASKS
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -15,20 +16,6 @@ HALVES = [torch.float16, torch.bfloat16]
 HEADS = [(2, 2), (4, 2), (3, 1)]
 MANY = EVERY_KIND * 30
 MANY_PAIRS = EVERY_PAIR[0] * 30, EVERY_PAIR[1] * 30
-MASKS = [
-    "causal",
-    "window",
-    "causal-window",
-    "targets",
-    "grouped-targets",
-    "hstu",
-    "long-context",
-    "band",
-    "open-targets",
-    "semi-local",
-    "truncated",
-    "open-truncated",
-]
 
 
 DIMS = [(8, 8), (24, 40), (40, 64), (64, 64), (96, 96), (128, 72), (128, 128)]
@@ -43,31 +30,32 @@ def test_head_dims(check_packed, heads, dims, dtype):
     check_packed(MANY, dtype, "cuda", heads=heads, dims=dims, kernels="auto")
 
 
+def with_scales(check_packed, lengths, num_segments, activation, dtype):
+    scale = 1.0 if activation == "softmax" else torch.rand(num_segments, device="cuda") + 0.1
+    dims = (64, 64) if dtype == torch.float16 else (128, 128)
+    options = dict(dims=dims, activation=activation, scale=0.3, output_scale=scale)
+    check_packed(lengths, dtype, "cuda", kernels="auto", **options)
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(check_packed, activation, dtype):
-    scale = 1.0 if activation == "softmax" else torch.rand(len(MANY), device="cuda") + 0.1
-    dims = (64, 64) if dtype == torch.float16 else (128, 128)
-    check_packed(
-        MANY,
-        dtype,
-        "cuda",
-        dims=dims,
-        activation=activation,
-        scale=0.3,
-        output_scale=scale,
-        kernels="auto",
+    with_scales(check_packed, MANY, len(MANY), activation, dtype)
+
+
+def under_a_mask(check_packed, lengths, mask, activation):
+    dims, dtype = (
+        ((64, 64), torch.float16) if activation == "silu" else ((128, 128), torch.bfloat16)
     )
+    options = dict(dims=dims, mask=mask, activation=activation)
+    check_packed(lengths, dtype, "cuda", kernels="auto", **options)
 
 
 @pytest.mark.parametrize(
     "mask, activation", [(mask, ("softmax", "silu")[i % 2]) for i, mask in enumerate(MASKS)]
 )
 def test_masks(check_packed, mask, activation):
-    dims, dtype = (
-        ((64, 64), torch.float16) if activation == "silu" else ((128, 128), torch.bfloat16)
-    )
-    check_packed(MANY, dtype, "cuda", dims=dims, mask=mask, activation=activation, kernels="auto")
+    under_a_mask(check_packed, MANY, mask, activation)
 
 
 @pytest.mark.parametrize(
@@ -85,30 +73,14 @@ def test_cross_attention(check_packed, heads, dims, dtype):
     ids=str,
 )
 def test_activations_in_cross_attention(check_packed, activation, dtype):
-    scale = 1.0 if activation == "softmax" else torch.rand(len(MANY_PAIRS[0]), device="cuda") + 0.1
-    dims = (64, 64) if dtype == torch.float16 else (128, 128)
-    check_packed(
-        MANY_PAIRS,
-        dtype,
-        "cuda",
-        dims=dims,
-        activation=activation,
-        scale=0.3,
-        output_scale=scale,
-        kernels="auto",
-    )
+    with_scales(check_packed, MANY_PAIRS, len(MANY_PAIRS[0]), activation, dtype)
 
 
 @pytest.mark.parametrize(
     "mask, activation", [(mask, ("silu", "softmax")[i % 2]) for i, mask in enumerate(MASKS)]
 )
 def test_masks_in_cross_attention(check_packed, mask, activation):
-    dims, dtype = (
-        ((64, 64), torch.float16) if activation == "silu" else ((128, 128), torch.bfloat16)
-    )
-    check_packed(
-        MANY_PAIRS, dtype, "cuda", dims=dims, mask=mask, activation=activation, kernels="auto"
-    )
+    under_a_mask(check_packed, MANY_PAIRS, mask, activation)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -4,16 +4,11 @@ other segments."""
 import pytest
 import torch
 from jagged_kernels.attention.hopper import launch as hopper
+from marks import ON_HOPPER
 
 from jagged_modules import functional as F
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-        reason="needs compute capability 9.0",
-    ),
-]
+pytestmark = ON_HOPPER
 QUERIES = [3, 0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 0, 300, 5]
 KEYS = [70, 5, 1, 64, 65, 0, 200, 128, 333, 63, 100, 300, 0, 70, 650]
 CONSUMERS = [((64, 64), 1), ((64, 64), 2), ((64, 64), 3), ((128, 128), 1), ((128, 128), 2)]

@@ -4,18 +4,13 @@ small groups of targets end."""
 import pytest
 import torch
 from jagged_kernels.schedule import cost
+from marks import ON_HOPPER
 
 import jagged_modules as jm
 from jagged_modules import functional as F
 from jagged_modules.schedule import host_schedule
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-        reason="needs compute capability 9.0",
-    ),
-]
+pytestmark = ON_HOPPER
 LENGTHS = [1000, 300, 0, 513, 700, 64, 1]
 MASKS = {
     "causal": dict(causal=True),

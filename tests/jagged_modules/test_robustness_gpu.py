@@ -157,22 +157,17 @@ def test_the_gpu_as_default_device():
         assert torch.equal(result, expected.values)
 
 
-def _attention(rows):
+def _attention(rows, function=F.jagged_attention):
     offsets = torch.arange(0, rows + 1, rows // 4, device="cuda")
     q, k, v = (
         torch.randn(rows, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
     )
-    return F.jagged_attention(q, k, v, offsets), (q, k, v)
+    return function(q, k, v, offsets), (q, k, v)
 
 
 def _block_attention(rows):
-    offsets = torch.arange(0, rows + 1, rows // 4, device="cuda")
-    q, k, v = (
-        torch.randn(rows, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3)
-    )
-    return F.block_diagonal_attention(q, k, v, offsets), (q, k, v)
+    return _attention(rows, F.block_diagonal_attention)
 
 
 def _linear_compress(rows):
