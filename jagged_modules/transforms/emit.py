@@ -300,7 +300,7 @@ class Emitter:
         """As `_attention`, of this project's operator."""
         key, value = (self.operand(x, match.lineage) for x in match.operands)
         candidates = self._candidates(
-            match.lineage.maps, match.node, value, self.analysis.lineages[match.key]
+            match.lineage.maps, match.node, value, self.analysis.lineages[match.operands[0]]
         )
         options = {name: x for name, x in match.options.items() if name != "mask"}
         return self.call(

@@ -35,15 +35,17 @@ class SegmentAttention:
 
     Attributes:
         node: of the operator, with its result and its log-sum-exp.
-        query, key, value: operands.
+        query: its queries.
+        operands: key and value, whose bases are read.
+        reads: as of `TargetAttention`.
         options: the other arguments of `attend_equal_segments`.
         lineage: of key and value.
     """
 
     node: fx.Node
     query: fx.Node
-    key: fx.Node
-    value: fx.Node
+    operands: tuple[fx.Node, fx.Node]
+    reads: set[tuple[fx.Node, fx.Node]]
     options: dict[str, Any]
     lineage: Lineage
     name = "target_attention"
@@ -52,16 +54,6 @@ class SegmentAttention:
     @property
     def inputs(self) -> list[fx.Node]:
         return [self.query, *self.operands]
-
-    @property
-    def operands(self) -> list[fx.Node]:
-        """The operands whose bases are read."""
-        return [self.key, self.value]
-
-    @property
-    def reads(self) -> set[tuple[fx.Node, fx.Node]]:
-        """As of `TargetAttention`."""
-        return {(self.key, self.node), (self.value, self.node)}
 
 
 def find_segment_attentions(
@@ -83,9 +75,9 @@ def find_segment_attentions(
         if call.lineage(attention.q) is not None:
             continue
         if 2 * estimate(lineage.base_rows) <= estimate(lineage.rows):
-            found[node] = SegmentAttention(
-                node, attention.q, attention.k, attention.v, options, lineage
-            )
+            keys = attention.k, attention.v
+            reads = {(x, node) for x in keys}
+            found[node] = SegmentAttention(node, attention.q, keys, reads, options, lineage)
     return found
 
 
