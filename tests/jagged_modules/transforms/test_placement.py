@@ -2,6 +2,7 @@
 that are copied one by one."""
 
 import copy
+import functools
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from jagged_modules.transforms import fuse_broadcasts, placement
 from jagged_modules.transforms.analysis import Analysis
-from jagged_modules.transforms.capture import evaluate
+from jagged_modules.transforms.capture import Example, evaluate, export
 from jagged_modules.transforms.clean_up import clean_up
 
 pytest.importorskip("torchrec")
@@ -256,7 +257,9 @@ class Encoder(nn.Module):
         return self.encoder(user + item[:, None], src_key_padding_mask=hidden)
 
 
-def test_estimates_of_the_model_know_torchs_fast_path():
+def test_estimates_of_the_model_know_torchs_fast_path(monkeypatch):
+    exported = functools.cache(lambda: export(Example(model, inputs, {}), None, ("user",)))
+    monkeypatch.setattr("jagged_modules.transforms.fuse.export", lambda *_: exported())
     model, inputs = Encoder().eval(), (torch.randn(8, 5, 16), torch.randn(8, 16))
     options = dict(request_only=("user",), max_batch=(USERS, CANDIDATES))
     fast = fuse_broadcasts(model, inputs, **options).report
