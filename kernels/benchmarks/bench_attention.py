@@ -491,19 +491,16 @@ def many_candidates(device: str, dtype: torch.dtype) -> list[Case]:
     """10,000 candidates of 1 to 1,000 users and 30,000 of 3, of 1 to 64 query rows. Histories are
     short, so that their copies for all candidates fit."""
     groups, rows = ((1000, 10), (100, 100), (10, 1000), (1, 10_000), (3, 10_000)), (1, 8, 64)
-    sizes = dict(num_heads=2, head_dim=64)
+
+    def setup(count: int, ratio: int, queries: int):
+        lengths = torch.full((count,), ratio), torch.full((count,), 128)
+        return partial(target_attention, device, dtype, *lengths, queries, num_heads=2, head_dim=64)
+
     return [
         Case(
             "target attention, many candidates",
             f"{ratio} per user, B={count * ratio}, {queries} query rows",
-            partial(
-                target_attention,
-                device,
-                dtype,
-                *torch.tensor([[ratio], [128]]).expand(-1, count),
-                queries,
-                **sizes,
-            ),  # fmt: skip
+            setup(count, ratio, queries),
         )
         for queries in rows
         for count, ratio in groups
