@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from cases import Case, legal, simplest_case
@@ -72,6 +73,11 @@ def cell(
     return Cell(f"{function}|{SHORT[dtype]}|{sizes}|{option}", cases)
 
 
+attention = partial(cell, "jagged_attention")
+blocks = partial(cell, "block_diagonal_attention")
+outer, linear = partial(cell, "jagged_jagged_bmm_jagged_out"), partial(cell, "jagged_linear")
+
+
 def attention_cells() -> Iterator[Cell]:
     """Activations × head dims; masks, dtypes and heads vary along the diagonals."""
     for (i, activation), (j, dim) in itertools.product(
@@ -88,14 +94,7 @@ def attention_cells() -> Iterator[Cell]:
             operands="cross",
             implementation="triton",
         )
-        yield cell(
-            "jagged_attention",
-            dtype,
-            f"D{dim}",
-            f"{activation} {mask or 'full'} triton",
-            PAIRS,
-            **options,
-        )
+        yield attention(dtype, f"D{dim}", f"{activation} {mask or 'full'} triton", PAIRS, **options)
 
 
 def hopper_cells() -> Iterator[Cell]:
@@ -104,8 +103,7 @@ def hopper_cells() -> Iterator[Cell]:
             mask, dtype = MASKS[(i + 3 * j) % len(MASKS)], HALVES[(i + j) % 2]
             options = dict(activation=activation, mask=mask, head_dim=dim, heads=list(HEADS[i % 3]))
             options |= dict(operands="cross", implementation="hopper")
-            yield cell(
-                "jagged_attention",
+            yield attention(
                 dtype,
                 f"D{dim}",
                 f"{activation} {mask or 'full'} hopper",
@@ -116,13 +114,8 @@ def hopper_cells() -> Iterator[Cell]:
         options = dict(
             head_dim=dims[0], v_dim=dims[1], heads=[4, 2], operands="cross", implementation="hopper"
         )
-        yield cell(
-            "jagged_attention",
-            dtype,
-            f"D{dims[0]} Dv{dims[1]}",
-            "softmax full hopper",
-            PAIRS + HOPPER_PAIRS,
-            **options,
+        yield attention(
+            dtype, f"D{dims[0]} Dv{dims[1]}", "softmax full hopper", PAIRS + HOPPER_PAIRS, **options
         )
 
 
@@ -145,8 +138,7 @@ def wide_cells() -> Iterator[Cell]:
         )
         operands = others["operands"]
         lengths = {"cross": PAIRS + HOPPER_PAIRS, "2 groups": two}.get(operands, LENGTHS)
-        yield cell(
-            "jagged_attention",
+        yield attention(
             dtype,
             f"D{dim} Dv{v_dim}",
             f"{operands} {activation} {mask or 'full'} hopper",
@@ -227,8 +219,7 @@ def bias_cells() -> Iterator[Cell]:
                     *lengths,
                     *(HOPPER_PAIRS if i % 2 == 0 else [[queries] for queries, _ in HOPPER_PAIRS]),
                 ]
-            yield cell(
-                "jagged_attention",
+            yield attention(
                 dtype,
                 f"D{dim}",
                 f"{bias} bias {activation} {mask or 'full'} {implementation}"
@@ -257,14 +248,7 @@ def operand_cells() -> Iterator[Cell]:
             output_scale=scale,
             shared_rows=70,
         )
-        yield cell(
-            "jagged_attention",
-            dtype,
-            f"D{dim}",
-            f"{operands} {activation}",
-            lengths[operands],
-            **options,
-        )
+        yield attention(dtype, f"D{dim}", f"{operands} {activation}", lengths[operands], **options)
     for i, (function, dtype) in enumerate(
         itertools.product(("target_attention", "self_target_attention"), DTYPES)
     ):
@@ -283,14 +267,7 @@ def block_attention_cells() -> Iterator[Cell]:
         options = dict(
             head_dim=dim, block_size=block, rotary="qk", heads=[2, 2] if block < 64 else [5, 5]
         )
-        yield cell(
-            "block_diagonal_attention",
-            "float32",
-            f"D{dim}",
-            f"block {block} qk",
-            LENGTHS,
-            **options,
-        )
+        yield blocks("float32", f"D{dim}", f"block {block} qk", LENGTHS, **options)
     rotaries = (
         (None, "linear"),
         ("qk", "linear"),
@@ -318,7 +295,7 @@ def block_attention_cells() -> Iterator[Cell]:
             f"block {block} {rotary or 'unrotated'} {angles}{' precise' * options['precise']}"
             f" {kernels}"
         )
-        yield cell("block_diagonal_attention", dtype, f"D{dim}", name, LENGTHS, **options)
+        yield blocks(dtype, f"D{dim}", name, LENGTHS, **options)
     for dtype, dim in itertools.product(DTYPES, (32, 64)):
         options = dict(head_dim=dim, rotary="qk", heads=[2, 2])
         yield cell(
@@ -381,23 +358,8 @@ def jagged_op_cells() -> Iterator[Cell]:
             sizes, options = f"D{depth} T{columns}", dict(depth=depth, columns=columns)
             yield cell("jagged_dense_bmm", dtype, sizes, "plain", LENGTHS, **options)
             yield cell("jagged_jagged_bmm", dtype, sizes, "plain", LENGTHS, **options)
-            yield cell(
-                "jagged_jagged_bmm_jagged_out",
-                dtype,
-                f"D{depth}",
-                "two tensors",
-                PAIRS,
-                depth=depth,
-            )
-            yield cell(
-                "jagged_jagged_bmm_jagged_out",
-                dtype,
-                f"D{depth}",
-                "one tensor",
-                LENGTHS,
-                depth=depth,
-                operands="itself",
-            )
+            yield outer(dtype, f"D{depth}", "two tensors", PAIRS, depth=depth)
+            yield outer(dtype, f"D{depth}", "one tensor", LENGTHS, depth=depth, operands="itself")
             for transposed in (False, True):
                 option = "transposed" if transposed else "plain"
                 yield cell(
@@ -413,17 +375,9 @@ def jagged_op_cells() -> Iterator[Cell]:
         options = dict(
             depth=40, columns=72, activation=activation, bias=i % 3 > 0, weights="per segment"
         )
-        yield cell(
-            "jagged_linear",
-            DTYPES[i % 3],
-            "D40 T72",
-            f"{activation} per segment",
-            LENGTHS,
-            **options,
-        )
+        yield linear(DTYPES[i % 3], "D40 T72", f"{activation} per segment", LENGTHS, **options)
     for dtype in DTYPES:
-        yield cell(
-            "jagged_linear",
+        yield linear(
             dtype,
             "D40 T72",
             "silu shared",
