@@ -452,12 +452,14 @@ def _outer_work(o: dict, lengths: list[list[int]]) -> int:
 
 _product = COMMON | dict(depth=WIDTHS, columns=WIDTHS)
 _jagged_data = DATA | MAX_SEQLEN
-_offsets = dict(indices=dict(offsets=INDICES))
+_offsets = dict(behind=True, indices=dict(offsets=INDICES))
+_sums = dict(data_axes=_jagged_data, parts=_dense_parts, **_offsets)
 _plan = dict(indices=dict(x_offsets=OF_A_PLAN, y_offsets=OF_A_PLAN))
+_plan |= dict(data_axes=DATA, work=_outer_work)
 _of_segments = dict(num_targets=INDICES, output_scale=FACTORS)
 _of_bias = dict.fromkeys(("timestamps", "query_timestamps", "boundaries"), TIMES)
 _of_bias |= dict(query_shift=ON_THE_OPERANDS_DEVICE)
-_rows = dict(dtypes=TORCH_DTYPES, implementations={})
+_rows = dict(dtypes=TORCH_DTYPES, implementations={}, data_axes=DATA)
 
 OPERATORS = {
     "jagged_attention": Operator(
@@ -589,58 +591,25 @@ OPERATORS = {
     ),
     "apply_rotary": Operator(
         axes=COMMON | dict(heads=((1, 1), (2, 2), (5, 5)), head_dim=HEAD_DIMS),
-        data_axes=DATA,
         fix=_even_dim,
         **_rows,
     ),
     **dict.fromkeys(
         ("jagged_dense_bmm", "jagged_jagged_bmm"),
-        Operator(
-            axes=_product,
-            data_axes=_jagged_data,
-            work=_dense_work,
-            parts=_dense_parts,
-            behind=True,
-            **_offsets,
-        ),
+        Operator(axes=_product, work=_dense_work, **_sums),
     ),
     **dict.fromkeys(
-        ("jagged_sum", "jagged_mean"),
-        Operator(
-            axes=COMMON | dict(columns=WIDTHS),
-            data_axes=_jagged_data,
-            parts=_dense_parts,
-            behind=True,
-            **_offsets,
-        ),
+        ("jagged_sum", "jagged_mean"), Operator(axes=COMMON | dict(columns=WIDTHS), **_sums)
     ),
-    "jagged_softmax": Operator(
-        axes=COMMON | dict(columns=WIDTHS),
-        data_axes=_jagged_data,
-        parts=_dense_parts,
-        behind=True,
-        **_offsets,
-    ),
-    "jagged2_softmax": Operator(
-        axes=COMMON | dict(dim=(-1, -2)),
-        data_axes=DATA,
-        num_lists=lambda o: 2,
-        work=_outer_work,
-        **_plan,
-    ),
+    "jagged_softmax": Operator(axes=COMMON | dict(columns=WIDTHS), **_sums),
+    "jagged2_softmax": Operator(axes=COMMON | dict(dim=(-1, -2)), num_lists=lambda o: 2, **_plan),
     "jagged_jagged_bmm_jagged_out": Operator(
         axes=COMMON | dict(operands=("two", "itself"), depth=WIDTHS),
-        data_axes=DATA,
         num_lists=lambda o: 2 if o["operands"] == "two" else 1,
-        work=_outer_work,
         **_plan,
     ),
     "array_jagged_bmm_jagged_out": Operator(
-        axes=COMMON | dict(transposed=(False, True), depth=WIDTHS),
-        data_axes=DATA,
-        num_lists=lambda o: 2,
-        work=_outer_work,
-        **_plan,
+        axes=COMMON | dict(transposed=(False, True), depth=WIDTHS), num_lists=lambda o: 2, **_plan
     ),
     "jagged_linear": Operator(
         axes=_product
@@ -649,73 +618,50 @@ OPERATORS = {
             bias=(True, False),
             activation=mostly(None, *POINTWISE),
         ),
-        data_axes=_jagged_data,
         work=_dense_work,
-        parts=_dense_parts,
         fix=_shared_linear,
-        behind=True,
-        **_offsets,
+        **_sums,
     ),
     "jagged_dense_add": Operator(
-        axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9)),
-        data_axes=DATA,
-        behind=True,
-        **_offsets,
-        **_rows,
+        axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9)), **_offsets, **_rows
     ),
     "jagged_dense_mul": Operator(
-        axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9)),
-        data_axes=DATA,
-        behind=True,
-        **_offsets,
-        **_rows,
+        axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9)), **_offsets, **_rows
     ),
     "jagged_layer_norm": Operator(
         axes=COMMON | dict(columns=WIDTHS, affine=("both", "weight", "none")),
-        data_axes=DATA | dict(eps=(1e-6, 1e-3)),
-        **_rows,
+        **_rows | dict(data_axes=DATA | dict(eps=(1e-6, 1e-3))),
     ),
     "jagged_concat": Operator(
         axes=COMMON | dict(parts=(2, 1, 3), columns=WIDTHS),
-        data_axes=DATA,
         num_lists=lambda o: o["parts"],
         indices={f"offsets[{i}]": INDICES for i in range(3)},
         **_rows,
     ),
     "jagged_split": Operator(
         axes=COMMON | dict(first=("lengths", "number"), columns=WIDTHS),
-        data_axes=DATA,
         num_lists=lambda o: 2,
         indices=dict(offsets=INDICES, first_lengths=INDICES),
         **_rows,
     ),
     "jagged_max": Operator(
-        axes=COMMON | dict(columns=WIDTHS, empty=(0.0, -2.5)),
-        data_axes=DATA,
-        behind=True,
-        **_offsets,
-        **_rows,
+        axes=COMMON | dict(columns=WIDTHS, empty=(0.0, -2.5)), **_offsets, **_rows
     ),
     **dict.fromkeys(
         ("jagged_first", "jagged_last"),
         Operator(
             axes=COMMON | dict(columns=WIDTHS, k=(1, 0, 3, 50, "lengths")),
-            data_axes=DATA,
             indices=dict(offsets=INDICES, k=INDICES),
             **_rows,
         ),
     ),
     "jagged_between": Operator(
         axes=COMMON | dict(columns=WIDTHS, start=("each", None, 5), end=("each", None, 15)),
-        data_axes=DATA,
         indices=dict(offsets=INDICES, times=INDICES, start=INDICES, end=INDICES),
         **_rows,
     ),
     "jagged_select": Operator(
-        axes=COMMON | dict(columns=WIDTHS),
-        data_axes=DATA,
-        indices=dict(offsets=INDICES, index=INDICES),
-        **_rows,
+        axes=COMMON | dict(columns=WIDTHS), indices=dict(offsets=INDICES, index=INDICES), **_rows
     ),
     "jagged_to_padded": Operator(
         axes=COMMON
@@ -726,17 +672,11 @@ OPERATORS = {
             side=("right", "left"),
             truncate=(None, "newest", "oldest"),
         ),
-        data_axes=DATA,
-        behind=True,
         **_offsets,
         **_rows,
     ),
     "padded_to_jagged": Operator(
-        axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9)),
-        data_axes=DATA,
-        behind=True,
-        **_offsets,
-        **_rows,
+        axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9)), **_offsets, **_rows
     ),
 }
 
