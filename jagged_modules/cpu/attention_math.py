@@ -60,7 +60,8 @@ def softmax_forward(
     if bool(some.any()):
         exact_out, exact_lse = unfused_forward(q[some], k[some], v[some], rule)
         assert exact_lse is not None  # "softmax" returns it
-        rows = lost[some]  # the bits of others do not change
+        # the bits of others do not change, nor do rows that see no key
+        rows = lost[some] & ((exact_lse != -math.inf) | exact_out.isnan().any(-1))
         out[some] = torch.where(rows[..., None], exact_out, out[some])
         exact_lse = exact_lse.masked_fill(exact_lse == math.inf, math.nan)  # so are the gradients
         lse[some] = torch.where(rows, exact_lse, lse[some])

@@ -81,3 +81,22 @@ def test_hidden_scores_may_be_too_large_for_the_dtype(activation):
     )
     out.sum().backward()
     assert all(x.isfinite().all() for x in (out, q.grad, k.grad, v.grad))
+
+
+@pytest.mark.parametrize("poisoned", range(3), ids="qkv")
+def test_a_neighbours_nan_stays_in_it_where_queries_see_no_key(poisoned, offsets_of):
+    """The first queries of segments with more queries than keys, under a causal mask."""
+    offsets = offsets_of([5, 4]), offsets_of([2, 1])
+    q, do = torch.randn(2, 9, 2, 8)
+    k, v = torch.randn(2, 3, 2, 8)
+
+    def of_the_first_segment(*qkv):
+        leaves = [x.clone().requires_grad_() for x in qkv]
+        out = F.jagged_attention(*leaves, *offsets, mask=jm.AttentionMask(causal=True))
+        dq, dk, dv = torch.autograd.grad(out, leaves, do)
+        return out[:5], dq[:5], dk[:2], dv[:2]
+
+    expected, given = of_the_first_segment(q, k, v), [x.clone() for x in (q, k, v)]
+    given[poisoned][-1] = torch.nan
+    for x, y in zip(of_the_first_segment(*given), expected):
+        assert torch.equal(x, y) and y.isfinite().all()
