@@ -84,7 +84,8 @@ def ease(together: torch.Tensor, penalty: float) -> torch.Tensor:
 
 def popularity(together: torch.Tensor) -> torch.Tensor:
     """The number of users of each item, for whatever a user chose, [items, items]."""
-    return together.diagonal().expand_as(together)
+    counts = together.diagonal().expand_as(together)
+    return counts.contiguous()  # once: embedding_bag copies rows that are one in memory
 
 
 def batches_of(dataset: SequenceDataset, device: torch.device) -> list[SequenceBatch]:
