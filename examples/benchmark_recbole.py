@@ -2,7 +2,7 @@
 examples/benchmark_recbole.py [--data PATH] [--model SASRec] [--set KEY=VALUE ...] [--out FILE]
 
 The split, the choice of the best epoch and the ranking are those of train_hstu.py, all else is
-RecBole's. It runs on the CPU. Ctrl-C ends the training, and the best weights so far are tested.
+RecBole's. It runs on the CPU. Ctrl-C ends the training, and the best epoch so far is tested.
 RecBole 1.2.1 needs older packages than it says:
 
     pip install recbole==1.2.1 "numpy<2" "pandas<3" "setuptools<81"
@@ -13,7 +13,6 @@ import copy
 import os
 import sys
 import time
-from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,8 +107,11 @@ def train(datasets: Datasets, options: argparse.Namespace) -> dict[str, Any]:
                 best.update(metrics, epoch=len(epochs), weights=copy.deepcopy(model.state_dict()))
             return metrics["ndcg@10"], metrics
 
-    with suppress(KeyboardInterrupt):
+    try:
         Trainer(config, model).fit(training, validation, verbose=False, saved=False)
+    except KeyboardInterrupt:
+        if not epochs:
+            raise
     model.load_state_dict(best["weights"])
     test = evaluate(model, batches["test"], ids, options.max_history)
     packages = {name: version(name) for name in ("recbole", "torch", "numpy", "pandas")}

@@ -139,6 +139,11 @@ def test_the_weights_of_the_best_epoch_are_tested(datasets, ids, tmp_path, monke
     assert given["eval_args"]["split"] == {"LS": "valid_and_test"} and given["seed"] == 0
     assert results["settings"]["recbole"] == "recbole's"
 
+    models.clear()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):  # before the first epoch
+        benchmark_recbole.main(options)
+
 
 def test_a_missing_package_ends_with_one_line(monkeypatch):
     monkeypatch.setattr(benchmark_recbole, "find_spec", lambda name: None)
