@@ -77,8 +77,8 @@ def evaluate(
 
 
 def train(datasets: Datasets, options: argparse.Namespace) -> dict[str, Any]:
-    """The results of each epoch, with the process's CPU seconds up to then, and those of the best
-    one's weights on the test split."""
+    """The results of each epoch, with the CPU seconds of the training up to then, and those of the
+    best one's weights on the test split."""
     from recbole.config import Config
     from recbole.data import create_dataset, data_preparation
     from recbole.utils import get_model, get_trainer, init_seed
@@ -101,12 +101,13 @@ def train(datasets: Datasets, options: argparse.Namespace) -> dict[str, Any]:
     class Trainer(get_trainer(config["MODEL_TYPE"], config["model"])):
         def _valid_epoch(self, *_: Any, **__: Any) -> tuple[float, dict[str, float]]:
             metrics = evaluate(model, batches["valid"], ids, options.max_history)
-            epochs.append({**metrics, "cpu_seconds": time.process_time()})
+            epochs.append({**metrics, "cpu_seconds": time.process_time() - begin})
             print(f"epoch {len(epochs)}  held-out NDCG@10 {metrics['ndcg@10']:.4f}", flush=True)
             if metrics["ndcg@10"] > best["ndcg@10"]:
                 best.update(metrics, epoch=len(epochs), weights=copy.deepcopy(model.state_dict()))
             return metrics["ndcg@10"], metrics
 
+    begin = time.process_time()
     try:
         Trainer(config, model).fit(training, validation, verbose=False, saved=False)
     except KeyboardInterrupt:
