@@ -109,7 +109,9 @@ def test_models_fitted_to_validation_events_have_the_metrics_of_their_runs():
     for name, *cells in lines:
         for title, cell in zip(heading[1:], cells, strict=True):
             test = measured[TABLES[title]][f"{name}, fitted to validation"]["test"]
-            assert all(map(is_rounded, re.findall(DECIMAL, cell), (test[x] for x in METRICS[:2])))
+            stated = re.findall(DECIMAL, cell)
+            assert len(stated) == 2
+            assert all(map(is_rounded, stated, (test[x] for x in METRICS))), (name, title)
 
 
 def test_todays_defaults_have_the_metrics_of_their_runs():
