@@ -57,7 +57,7 @@ def counts(datasets: Datasets, with_valid: bool, device: torch.device) -> torch.
             (log.num_items, USERS_AT_A_TIME),
             check_invariants=False,
         )
-        total += torch.sparse.mm(chosen, chosen.to_dense().T)
+        total.addmm_(chosen, chosen.to_dense().T)
     return total
 
 
@@ -65,10 +65,10 @@ def similarity(together: torch.Tensor, neighbours: int, shrink: float) -> torch.
     """Item-kNN: cosines, shrunk towards 0 if few users chose the item, of the nearest `neighbours`
     of each item, [items, items]."""
     norm = together.diagonal().clamp(min=1).sqrt()
-    cosine = together / (norm[:, None] * norm + shrink)
-    cosine.fill_diagonal_(0)
-    nearest = cosine.topk(min(neighbours, len(cosine)), dim=0)
-    return torch.zeros_like(cosine).scatter_(0, nearest.indices, nearest.values)
+    cosine = (norm[:, None] * norm).add_(shrink)
+    torch.div(together, cosine, out=cosine).fill_diagonal_(0)
+    nearest = cosine.topk(min(neighbours, len(cosine)))  # in rows, as it is symmetric
+    return cosine.zero_().scatter_(0, nearest.indices.T, nearest.values.T)
 
 
 def ease(together: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -84,7 +84,8 @@ def ease(together: torch.Tensor, penalty: float) -> torch.Tensor:
 
 def popularity(together: torch.Tensor) -> torch.Tensor:
     """The number of users of each item, for whatever a user chose, [items, items]."""
-    return together.diagonal().expand_as(together)
+    # contiguous, or embedding_bag copies it at each call
+    return together.diagonal().expand_as(together).contiguous()
 
 
 def batches_of(dataset: SequenceDataset, device: torch.device) -> list[SequenceBatch]:

@@ -182,3 +182,21 @@ def test_figures_of_histories_in_8_bits():
         *(f"{100 * x['equal_top_10']:.1f}" for x in (int8, float8, bfloat16)),
         *(f"{x['ndcg@10']:.4f}"[1:] for x in (fp32, int8, float8, bfloat16)),
     ]
+
+
+def test_costs_beside_recbole():
+    """Those of docs/results.md. RecBole pads each history to its number of inputs."""
+    record = read("examples/results/recbole.json")
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    section = text.partition("### Beside RecBole")[2].partition("\n### ")[0]
+    targets = record["targets_of_an_epoch"]
+    assert f"the same {targets:,} targets" in section
+    rows = re.findall(
+        r"^\| [A-Z].*? \| (\d+) \| (\d+) \| ([\d,]+) \| (\d+) \|$", section, re.MULTILINE
+    )
+    assert len(rows) == len(record["runs"])
+    for (width, inputs, number, seconds), run in zip(rows, record["runs"]):
+        assert (int(width), int(inputs)) == (run["width"], run["inputs"])
+        padded = run["inputs"] if "RecBole" in run["model"] else 1
+        assert number == f"{run['rows_of_an_epoch']:,}" == f"{targets * padded:,}"
+        assert is_one_of(seconds, {run["cpu_seconds_of_an_epoch"]})
