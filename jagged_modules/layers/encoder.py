@@ -15,9 +15,9 @@ from ..containers.jagged import C, Jagged, wrap_rows
 from ..dropout import check_dropout
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask
-from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
+from ..scalars import check_choice, check_kind, check_number, check_size
 from ..tracing import one_module
-from .encoder_node import encoder_dtype, encoder_node
+from .encoder_node import QUERIES, encoder_dtype, encoder_node
 from .from_torch import (
     activation_of,
     checked_attention,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 NORMS = {"layer": RowNorm, "rms": RMSNorm}
-QUERIES = "queries"  # norm_first of SASRec's layers
 
 
 @name_keywords
@@ -100,7 +99,7 @@ class JaggedEncoderLayer(Layer):
         super().__init__(dtype)
         check_size("ffn_dim", ffn_dim)
         if norm_first != QUERIES:
-            check_flag("norm_first", norm_first)
+            check_kind("norm_first", norm_first, bool, f"a bool or {QUERIES!r}")
         check_choice("norm", norm, tuple(NORMS))
         check_choice("activation", activation, (*POINTWISE, "swiglu"))
         check_dropout("dropout", dropout)

@@ -36,6 +36,8 @@ from .residual_node import Around, Residual, residual_gradients, with_residual
 if TYPE_CHECKING:
     from .encoder import JaggedEncoderLayer
 
+QUERIES = "queries"  # norm_first of SASRec's layers, which are no node
+
 
 class EncoderCall(NamedTuple):
     """What the node computes. residual: around the network."""
@@ -51,7 +53,7 @@ def encoder_dtype(layer: JaggedEncoderLayer, x: Tensor) -> torch.dtype | None:
     attention, norms = layer.attention, (layer.norm1, layer.norm2)
     if type(attention) is not JaggedGDPA or type(layer.dropout) is not nn.Dropout:
         return None
-    if layer.norm_first == "queries":
+    if layer.norm_first == QUERIES:
         return None
     if any([type(norm) not in (RowNorm, RMSNorm) for norm in norms]):
         return None

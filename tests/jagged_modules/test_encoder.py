@@ -434,7 +434,7 @@ def test_a_nan_stays_in_its_segment():
     [
         (lambda: jm.JaggedEncoderLayer(WIDTH, 5, FFN), ValueError, "num_heads"),
         (lambda: jm.JaggedEncoderLayer(WIDTH, HEADS, 0), ValueError, "ffn_dim"),
-        (lambda: jm.JaggedEncoderLayer(WIDTH, 2, 8, norm_first="k"), TypeError, "norm_first must"),
+        (lambda: jm.JaggedEncoderLayer(WIDTH, 2, 8, norm_first="k"), TypeError, "bool or .q"),
         (lambda: jm.JaggedEncoderLayer(WIDTH, HEADS, FFN, norm="batch"), ValueError, "norm must"),
         (
             lambda: jm.JaggedEncoderLayer(WIDTH, HEADS, FFN, activation="tanh"),
