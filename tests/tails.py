@@ -223,6 +223,11 @@ LAYERS = {  # name → (head dim, options) → layer, layer → call, inputs, re
         _on_rows,
         *ON_ROWS,
     ),
+    "JaggedEncoderLayer-queries": (
+        lambda dim, **to: jm.JaggedEncoderLayer(2 * dim, HEADS, 24, norm_first="queries", **to),
+        _on_rows,
+        *ON_ROWS,
+    ),
     "JaggedMLP": (
         lambda dim, **to: jm.JaggedMLP([2 * dim, 24, 40], "relu", **to),
         _on_rows,

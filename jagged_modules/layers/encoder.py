@@ -15,12 +15,13 @@ from ..containers.jagged import C, Jagged, wrap_rows
 from ..dropout import check_dropout
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask
-from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
+from ..scalars import check_choice, check_kind, check_number, check_size
 from ..tracing import one_module
-from .encoder_node import encoder_dtype, encoder_node
+from .encoder_node import QUERIES, encoder_dtype, encoder_node
 from .from_torch import (
     activation_of,
     checked_attention,
+    joined,
     linear_of,
     load,
     load_attention,
@@ -49,6 +50,7 @@ class JaggedEncoderLayer(Layer):
 
         norm_first:  x = x + attention(norm1(x));  x = x + ffn(norm2(x))
         otherwise:   x = norm1(x + attention(x));  x = norm2(x + ffn(x))
+        "queries":   y = norm1(x);  x = y + attention(y, x);  y = norm2(x);  x = y + ffn(y)
         ffn(x) = linear2(activation(linear1(x)))
 
     Args:
@@ -56,7 +58,8 @@ class JaggedEncoderLayer(Layer):
         num_heads: attention heads.
         ffn_dim: width of the feed-forward network.
         norm_first: norms before the attention and the feed-forward network, not after the
-            residuals.
+            residuals; "queries": as SASRec (Kang & McAuley 2018) has them, whose keys and values
+            are of rows without a norm, while the residuals are of those with it.
         norm: "layer" or "rms".
         activation: an activation of `functional.jagged_attention` except softmax, or "swiglu"
             (Shazeer 2020), for which linear1 has 2 · ffn_dim outputs.
@@ -84,7 +87,7 @@ class JaggedEncoderLayer(Layer):
         num_heads: int,
         ffn_dim: int,
         *,
-        norm_first: bool = False,
+        norm_first: bool | str = False,
         norm: str = "layer",
         activation: str = "relu",
         mask: AttentionMask | None = None,
@@ -95,7 +98,8 @@ class JaggedEncoderLayer(Layer):
     ) -> None:
         super().__init__(dtype)
         check_size("ffn_dim", ffn_dim)
-        check_flag("norm_first", norm_first)
+        if norm_first != QUERIES:
+            check_kind("norm_first", norm_first, bool, f"a bool or {QUERIES!r}")
         check_choice("norm", norm, tuple(NORMS))
         check_choice("activation", activation, (*POINTWISE, "swiglu"))
         check_dropout("dropout", dropout)
@@ -148,7 +152,7 @@ class JaggedEncoderLayer(Layer):
         norms: Sequence[nn.Module],
         *,
         num_heads: int | None = None,
-        norm_first: bool = False,
+        norm_first: bool | str = False,
         activation: str | Callable[[Tensor], Tensor] = "relu",
         mask: AttentionMask | None = None,
         dropout: float | None = None,
@@ -158,10 +162,15 @@ class JaggedEncoderLayer(Layer):
 
         Args:
             attention: an nn.MultiheadAttention, or linears: of queries, keys and values in this
-                order, each one or several in one, and of the output.
-            linears: linear1 and linear2, each an nn.Linear, or an nn.Conv1d with kernel_size 1.
-            norms: norm1 and norm2, each an nn.LayerNorm, an nn.RMSNorm or a module that computes
-                the same, with the same eps.
+                order, each one or several in one, and of the output, nn.Identity() if there is
+                none. Then the weight of out_proj is the identity, and is not trained.
+            linears: linear1 and linear2, each an nn.Linear, an nn.Conv1d with kernel_size 1 or a
+                module that computes the same of its weight, transposed or not, and its bias.
+                linear1 may be several, whose outputs are one after another: gate and values of
+                "swiglu".
+            norms: norm1 and norm2: two nn.LayerNorm or nn.RMSNorm, or modules that compute the
+                same, with one eps. Other modules that compute each row by itself are copied and
+                called.
             num_heads: attention heads, of linears.
             norm_first, mask: as of the constructor.
             dropout: as of the constructor; if None, that of an nn.MultiheadAttention, or 0.
@@ -188,8 +197,10 @@ class JaggedEncoderLayer(Layer):
             )
         if not isinstance(activation, str):
             activation = activation_of("activation", activation)
-        norms = [torch_norm(f"norm{i}", norm) for i, norm in enumerate(norms, 1)]
-        (up, up_bias), down = (linear_of(f"linears[{i}]", linears[i]) for i in range(2))
+        *ups, down = (linear_of(f"linears[{i}]", linear) for i, linear in enumerate(linears))
+        up, up_bias = joined(ups)
+        norms = [torch_norm(f"norm{i}", norm, up.shape[1]) for i, norm in enumerate(norms, 1)]
+        options = norm_of(norms)
         layer = cls(
             up.shape[1],
             num_heads,
@@ -198,7 +209,7 @@ class JaggedEncoderLayer(Layer):
             activation=activation,
             mask=mask,
             dropout=dropout or 0,
-            **norm_of(norms),
+            **options,
             **place(linears[0]),
         )
         if isinstance(attention, nn.Module):
@@ -207,8 +218,11 @@ class JaggedEncoderLayer(Layer):
             load_projections(layer.attention, attention)
         load(layer.linear1, up, up_bias)
         load(layer.linear2, *down)
-        for own, given in zip((layer.norm1, layer.norm2), norms):
-            load_norm(own, given)
+        if options:
+            for own, given in zip((layer.norm1, layer.norm2), norms):
+                load_norm(own, given)
+        else:
+            layer.norm1, layer.norm2 = (copy.deepcopy(norm) for norm in norms)
         return layer.train(linears[0].training)
 
     @one_module
@@ -231,7 +245,12 @@ class JaggedEncoderLayer(Layer):
             return jagged.unwrap(encoder_node(self, jagged, num_targets, dtype))
         end = jagged.end("x")
         rows = entering(jagged.values, end)
-        if self.norm_first:
+        if self.norm_first == QUERIES:
+            normed = self.norm1(rows)
+            rows = normed + self.dropout(self._attended(jagged, normed, num_targets, rows))
+            normed = self.norm2(rows)
+            rows = normed + self.dropout(self._ffn(normed))
+        elif self.norm_first:
             rows = rows + self.dropout(self._attended(jagged, self.norm1(rows), num_targets))
             rows = rows + self.dropout(self._ffn(self.norm2(rows)))
         else:
@@ -239,10 +258,20 @@ class JaggedEncoderLayer(Layer):
             rows = self.norm2(rows + self.dropout(self._ffn(rows)))
         return jagged.unwrap(leaving(rows, end))
 
-    def _attended(self, jagged: Jagged, rows: Tensor, num_targets: Tensor | None) -> Tensor:
-        own = jagged.with_values(rows)
-        own.is_clean = True  # forward sees to the rows behind the end
-        return self.attention(own, num_targets=num_targets).values
+    def _attended(
+        self,
+        jagged: Jagged,
+        rows: Tensor,
+        num_targets: Tensor | None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        def clean(values: Tensor) -> Jagged:
+            own = jagged.with_values(values)
+            own.is_clean = True  # forward sees to the rows behind the end
+            return own
+
+        keys = None if context is None else clean(context)
+        return self.attention(clean(rows), keys, num_targets).values
 
     def _ffn(self, rows: Tensor) -> Tensor:
         activation = activation_of_rows(self.activation)

@@ -36,6 +36,8 @@ from .residual_node import Around, Residual, residual_gradients, with_residual
 if TYPE_CHECKING:
     from .encoder import JaggedEncoderLayer
 
+QUERIES = "queries"  # norm_first of SASRec's layers, which are no node
+
 
 class EncoderCall(NamedTuple):
     """What the node computes. residual: around the network."""
@@ -50,6 +52,8 @@ def encoder_dtype(layer: JaggedEncoderLayer, x: Tensor) -> torch.dtype | None:
     parameters; None where these are called."""
     attention, norms = layer.attention, (layer.norm1, layer.norm2)
     if type(attention) is not JaggedGDPA or type(layer.dropout) is not nn.Dropout:
+        return None
+    if layer.norm_first == QUERIES:
         return None
     if any([type(norm) not in (RowNorm, RMSNorm) for norm in norms]):
         return None
@@ -70,7 +74,7 @@ def encoder_node(
         is_wide = torch.is_autocast_enabled(x.device.type) and type(norm) is RowNorm
         result = torch.float32 if is_wide else None  # as autocast's layer norm
         options = NormOptions.of(norm)
-        return Residual(dtype, options, layer.norm_first, result, of_dropout, columns)
+        return Residual(dtype, options, bool(layer.norm_first), result, of_dropout, columns)
 
     around = residual(layer.norm1, bias_columns(x, dtype))
     sides = layer.attention._sides(rows, None, num_targets, dtype)  # pyright: ignore[reportPrivateUsage]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as nnf
 
 from ..activations import POINTWISE
 from ..scalars import check_kind
@@ -62,22 +63,34 @@ def load_projections(layer: nn.Module, linears: Sequence[Any]) -> None:
     """Copy the linears of queries, keys and values, which may be parts of one, and of the output
     into a layer as above."""
     own: Any = layer
-    *parts, out = (linear_of(f"attention[{i}]", linear) for i, linear in enumerate(linears))
-    weight = torch.cat([w for w, _ in parts])
-    bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in parts])
+    *parts, out = linears
+    projections = [linear_of(f"attention[{i}]", linear) for i, linear in enumerate(parts)]
+    weight, bias = joined(projections)
     width = own.q_proj.weight.shape[0]
     if len(weight) != 3 * width:
         raise ValueError(
             f"attention must have linears with {width} outputs for queries, keys and values each,"
-            f" then that of the output, got {[len(w) for w, _ in parts]} outputs before the last"
+            " then that of the output, or nn.Identity(), got"
+            f" {[len(w) for w, _ in projections]} outputs before the last"
         )
     load(own.q_proj, weight[:width], bias[:width])
     load(own.kv_proj, weight[width:], bias[width:])
-    load(own.out_proj, *out)
+    if isinstance(out, nn.Identity):
+        load(own.out_proj, torch.eye(width), None)
+        own.out_proj.requires_grad_(False)
+    else:
+        load(own.out_proj, *linear_of(f"attention[{len(parts)}]", out))
+
+
+def joined(linears: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor]:
+    """Weight and bias of linears whose outputs are one after another."""
+    weight = torch.cat([w for w, _ in linears])
+    return weight, torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in linears])
 
 
 def linear_of(name: str, module: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of an nn.Linear, or of an nn.Conv1d that computes each row by itself."""
+    """Weight and bias of an nn.Linear, of an nn.Conv1d that computes each row by itself, or of a
+    module of another class that has these parameters and results."""
     if isinstance(module, nn.Conv1d):
         given = module.kernel_size, module.stride, module.padding, module.groups
         if given != ((1,), (1,), (0,), 1):
@@ -85,8 +98,24 @@ def linear_of(name: str, module: Any) -> tuple[Tensor, Tensor | None]:
                 f"{name} must have kernel_size 1, stride 1, padding 0 and groups 1, got {module}"
             )
         return module.weight[:, :, 0], module.bias
-    check_kind(name, module, nn.Linear, "an nn.Linear or an nn.Conv1d of single rows")
-    return module.weight, module.bias
+    if isinstance(module, nn.Linear):
+        return module.weight, module.bias
+    expected = "an nn.Linear, an nn.Conv1d of single rows, or a module that computes the same"
+    check_kind(name, module, nn.Module, expected)
+    parameters = list(module.parameters())
+    if [x.dim() for x in parameters] in ([2], [2, 1]):
+        own = _in_float64(module)
+        in_float64, *bias = own.parameters()
+        for given, weight in ((parameters[0], in_float64), (parameters[0].mT, in_float64.mT)):
+            x = _a_row(weight.shape[1])
+            rows = torch.stack([x, -x, x.flip(0)])
+            try:
+                results = own(rows)
+            except RuntimeError:  # of the shapes: transposed
+                continue
+            if torch.allclose(results, nnf.linear(rows, weight, *bias), 1e-9, 1e-9):
+                return given, parameters[1] if bias else None
+    raise TypeError(f"{name} must be {expected}, got {module}")
 
 
 def activation_of(name: str, given: Callable[[Tensor], Tensor]) -> str:
@@ -100,19 +129,19 @@ def activation_of(name: str, given: Callable[[Tensor], Tensor]) -> str:
     raise ValueError(f"{name} must have the values of one of {tuple(POINTWISE)}, got {given}")
 
 
-def torch_norm(name: str, norm: Any) -> Any:
-    """The norm as an nn.LayerNorm or nn.RMSNorm. One of another class must have the parameters of
-    one of these in their order, an eps, and its results for rows of about 1 and of about √eps."""
+def torch_norm(name: str, norm: Any, width: int) -> Any:
+    """The norm as an nn.LayerNorm or nn.RMSNorm if it has its parameters in their order, an eps,
+    and its results for rows of about 1 and of about √eps. Otherwise the module, which must compute
+    each row by itself."""
     if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)):
         return norm
-    expected = "an nn.LayerNorm, an nn.RMSNorm, or a module that computes the same"
-    check_kind(name, norm, nn.Module, expected)
+    check_kind(name, norm, nn.Module, "an nn.LayerNorm, an nn.RMSNorm or another module of rows")
     eps = next((x for x in (getattr(norm, y, None) for y in EPS_NAMES) if x is not None), None)
     parameters = list(norm.parameters())
-    if eps is None or [x.dim() for x in parameters] not in ([1], [1, 1]):
-        raise TypeError(f"{name} must be {expected} with an {' or '.join(EPS_NAMES)}, got {norm}")
-    own: Any = (nn.RMSNorm, nn.LayerNorm)[len(parameters) - 1](len(parameters[0]), eps)
-    x = torch.linspace(-1, 2, len(parameters[0]), dtype=torch.float64, device="cpu").cos()
+    if eps is None or [x.shape for x in parameters] not in ([(width,)], [(width,)] * 2):
+        return _of_rows(name, norm, width)
+    own: Any = (nn.RMSNorm, nn.LayerNorm)[len(parameters) - 1](width, eps)
+    x = _a_row(width)
 
     def results(module: Any) -> Tensor:
         module = _in_float64(module)
@@ -120,14 +149,31 @@ def torch_norm(name: str, norm: Any) -> Any:
             parameter.copy_(values)
         return module(torch.stack([x, x * (eps**0.5 or 1)]))
 
-    difference = float((results(norm) - results(own)).abs().max())
-    if not difference < 1e-5:
-        raise ValueError(f"{name} must have the results of {own}, got {norm}, {difference:.3g} off")
+    if not float((results(norm) - results(own)).abs().max()) < 1e-5:
+        return _of_rows(name, norm, width)
     own.to(**place(norm))
     with torch.no_grad():
         for parameter, values in zip(own.parameters(), parameters):
             parameter.copy_(values)
     return own
+
+
+def _of_rows(name: str, norm: nn.Module, width: int) -> nn.Module:
+    """The module; ValueError unless it computes each row of this width by itself, in training
+    too."""
+    own, x = _in_float64(norm).train(), _a_row(width)
+    rows = torch.stack([x, 2 - x, x.flip(0)])
+    try:
+        together, alone = own(rows), torch.cat([own(row[None]) for row in rows])
+    except (RuntimeError, ValueError):  # of shapes; of statistics of one row
+        together = alone = rows.new_full((), float("nan"))
+    if together.shape != rows.shape or not torch.allclose(together, alone, 1e-9, 1e-9):
+        raise ValueError(f"{name} must compute each row of width {width} by itself, got {norm}")
+    return norm
+
+
+def _a_row(width: int) -> Tensor:
+    return torch.linspace(-1, 2, width, dtype=torch.float64, device="cpu").cos()
 
 
 def _in_float64(given: Any) -> Any:
@@ -138,13 +184,13 @@ def _in_float64(given: Any) -> Any:
 
 
 def norm_of(norms: Sequence[Any]) -> dict[str, Any]:
-    """The options `norm` and `norm_eps` of an encoder layer with these two norms."""
+    """The options `norm` and `norm_eps` of an encoder layer with these two norms; none if they are
+    not torch's, or not of one kind with one eps."""
     first, second = norms
-    if isinstance(first, nn.RMSNorm) != isinstance(second, nn.RMSNorm) or first.eps != second.eps:
-        raise ValueError(f"norm2 must be as norm1, {first}, got {second}")
-    if first.eps is None:
-        raise ValueError("norm1 must have an eps, which nn.RMSNorm's default is not, got None")
-    return dict(norm="rms" if isinstance(first, nn.RMSNorm) else "layer", norm_eps=first.eps)
+    kind = next((kind for kind in (nn.LayerNorm, nn.RMSNorm) if isinstance(first, kind)), None)
+    if kind is None or not isinstance(second, kind) or not first.eps == second.eps is not None:
+        return {}
+    return dict(norm="rms" if kind is nn.RMSNorm else "layer", norm_eps=first.eps)
 
 
 def load_norm(target: nn.Module, norm: Any) -> None:

@@ -67,26 +67,56 @@ def _writes_all(node: fx.Node) -> bool:
 
 def _read_parts(graph: fx.Graph, keep: Set[fx.Node]) -> None:
     """Read indices of a concatenation from its part that has them: parts may have lineages, as the
-    columns of users in a matrix of all features."""
-    for node in _operators(graph, keep):
-        if node.target not in (aten.slice.Tensor, aten.select.int) or _is_handed_out(node):
+    columns of users in a matrix of all features, and the fields of users in a tensor of all."""
+    items = [x for x in graph.nodes if x.target is operator.getitem and is_operator(x.args[0])]
+    for node in [*_operators(graph, keep), *items]:
+        read = None if _is_handed_out(node) else _read_of(node)
+        if read is None:
             continue
-        arguments = bind(node)
+        target, arguments = read
         x, dim = arguments["self"], arguments["dim"]
-        if x.target is not aten.cat.default or x in keep:
+        if x.target not in (aten.cat.default, aten.stack.default) or x in keep:
             continue
+        is_stack = x.target is aten.stack.default
         ndim, (parts, own) = x.meta["val"].dim(), (bind(x)["tensors"], bind(x)["dim"])
-        sizes = [shape_of(part.meta["val"])[dim] for part in parts]
         if dim % ndim != own % ndim or len({y.meta["val"].dtype for y in parts}) > 1:
             continue
-        if not all(size.is_Integer for size in sizes):
+        sizes = [1 if is_stack else shape_of(part.meta["val"])[dim] for part in parts]
+        if not all(isinstance(size, int) or size.is_Integer for size in sizes):
             continue
         found = _part_of(arguments, list(map(int, sizes)))
         if found is None:
             continue
         part, numbers = found
         with graph.inserting_before(node):
-            _replace(graph, node, call(graph, node.target, parts[part], dim, *numbers, like=node))
+            if not is_stack:
+                _replace(graph, node, call(graph, target, parts[part], dim, *numbers, like=node))
+            elif target is aten.slice.Tensor:
+                one = call(graph, aten.unsqueeze.default, parts[part], dim % ndim, like=node)
+                _replace(graph, node, one)
+            else:
+                _replace(graph, node, parts[part])
+
+
+def _read_of(node: Any) -> tuple[Any, dict[str, Any]] | None:
+    """A slice or a select and its arguments, also of what is one: an item of a split."""
+    if node.target in (aten.slice.Tensor, aten.select.int):
+        return node.target, bind(node)
+    if node.target is not operator.getitem:
+        return None
+    whole, item = node.args
+    arguments = bind(whole)
+    if whole.target is aten.unbind.int:
+        return aten.select.int, arguments | dict(index=item)
+    if whole.target is aten.split.Tensor:
+        sizes = [arguments["split_size"]] * (item + 1)
+    elif whole.target is aten.split_with_sizes.default:
+        sizes = arguments["split_sizes"][: item + 1]
+    else:
+        return None
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    return aten.slice.Tensor, arguments | dict(start=sum(sizes[:-1]), end=sum(sizes))
 
 
 def _part_of(arguments: dict[str, Any], sizes: list[int]) -> tuple[int, list[int]] | None:

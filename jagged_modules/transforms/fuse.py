@@ -35,7 +35,7 @@ from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
 from .eager import with_eager_form
 from .emit import Emitter
-from .guarded import guarded
+from .guarded import guarded, results_of
 from .levels import find_level_attentions, split_levels
 from .lineage import USERS, Size, shape_of
 from .own_operators import find_segment_attentions
@@ -123,9 +123,9 @@ def fuse_broadcasts(
         ValueError: an unknown name in request_only; inputs without rows; max_batch with U > C, with
             an empty range, or without request_only; a model in training mode, that torch.export
             cannot capture, that branches on sizes, that writes to its buffers or inputs, or that
-            returns something other than tensors; with request_only, a model that takes variadic
-            arguments; a KeyedJaggedTensor with another use; the result differs from the model on
-            the example inputs.
+            returns something other than tensors, None, bools, strings and containers of them; with
+            request_only, a model that takes variadic arguments; a KeyedJaggedTensor with another
+            use; the result differs from the model on the example inputs.
     """
     example = example_of(model, example_inputs)
     names = _checked_names(example, request_only)
@@ -423,11 +423,15 @@ def _checked_export(
     example: Example, shapes: Any, names: Sequence[str]
 ) -> torch.export.ExportedProgram:
     exported = export(example, shapes, names)
-    (output,) = exported.graph.find_nodes(op="output")
-    for position, x in enumerate(output.args[0]):
-        if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), torch.Tensor):
+    for position, x in enumerate(results_of(exported.graph)):
+        if isinstance(x, fx.Node):
+            is_valid = isinstance(x.meta.get("val"), torch.Tensor)
+        else:
+            is_valid = x is None or isinstance(x, (bool, str))
+        if not is_valid:
             raise ValueError(
-                f"model must return tensors, got {type(x).__name__} {x} as output {position}"
+                "model must return tensors, None, bools, strings and containers of them, got"
+                f" {type(x).__name__} {x} as output {position}"
             )
     return exported
 

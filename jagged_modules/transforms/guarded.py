@@ -72,18 +72,29 @@ def guarded(first: fx.Graph, second: fx.Graph, guard: Guard, users: str, per_use
     state = [graph.create_node("get_attr", path) for path in paths]
     by_name = {x.name: x for x in inputs}
     found = graph.call_function(choice.either, (by_name[MAP_NAME], by_name[users], *inputs, *state))
-    (output,) = first.find_nodes(op="output")
-    results = range(len(output.args[0]))
-    graph.output([graph.call_function(operator.getitem, (found, item)) for item in results])
+    results = results_of(first)
+    tensors = [x for x in results if isinstance(x, fx.Node)]
+    items = (graph.call_function(operator.getitem, (found, i)) for i in range(len(tensors)))
+    graph.output([next(items) if isinstance(x, fx.Node) else x for x in results])
     return graph
 
 
+def results_of(graph: fx.Graph) -> list[Any]:
+    """The results of a graph, nodes and constants."""
+    (output,) = graph.find_nodes(op="output")
+    results: Any = output.args[0]
+    return list(results)
+
+
 def _without_state(source: fx.Graph, paths: Iterable[str]) -> fx.GraphModule:
-    """The graph with the attributes at `paths` as inputs behind its own ones."""
+    """The graph with the attributes at `paths` as inputs behind its own ones, and without results
+    that are no tensors."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in source.find_nodes(op="placeholder"):
         new[node] = graph.placeholder(node.name)
     state = {path: graph.placeholder(path.replace(".", "_")) for path in paths}
     new |= {node: state[str(node.target)] for node in source.find_nodes(op="get_attr")}
     copy_others(source, graph, new)
+    (output,) = graph.find_nodes(op="output")
+    output.args = ([x for x in results_of(graph) if isinstance(x, fx.Node)],)
     return fx.GraphModule(nn.Module(), graph)

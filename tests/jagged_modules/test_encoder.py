@@ -1,5 +1,6 @@
 """Transformer encoders, and weights of torch's modules."""
 
+import copy
 from unittest import mock
 
 import pytest
@@ -219,6 +220,46 @@ def test_norms_and_activations_by_what_they_compute(is_rms):
 
 
 @pytest.mark.parametrize(
+    "norms",
+    [
+        (OwnNorm(std=True), OwnNorm(std=True)),
+        (nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH, eps=1e-5)),
+        (nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH, eps=1e-3)),
+        (nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)),
+        (nn.LayerNorm(WIDTH), nn.Identity()),
+        (nn.LayerNorm(WIDTH), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))),
+    ],
+    ids=["unbiased deviation", "two kinds", "two eps", "no eps", "no norm", "norm and linear"],
+)
+def test_norms_that_are_called(norms):
+    module = Projections(is_sasrec=False).double().eval()
+    module.norm1, module.norm2 = (copy.deepcopy(norm).double() for norm in norms)
+    own = jm.JaggedEncoderLayer.from_parts(
+        (module.q, module.k, module.v, module.out),
+        (module.up, module.down),
+        (module.norm1, module.norm2),
+        num_heads=HEADS,
+        activation="gelu",
+    )
+    assert own.norm1 is not module.norm1 and not own.norm1.training
+    assert_equal_on_rows(own, module, padded())
+
+
+def test_gate_and_values_in_two_linears():
+    module = Projections(is_sasrec=False).double().eval()
+    gate, values, down = (nn.Linear(*x).double() for x in 2 * [(WIDTH, FFN)] + [(FFN, WIDTH)])
+    module.feed = lambda x: down(nn.functional.silu(gate(x)) * values(x))
+    own = jm.JaggedEncoderLayer.from_parts(
+        (module.q, module.k, module.v, module.out),
+        (gate, values, down),
+        (module.norm1, module.norm2),
+        num_heads=HEADS,
+        activation="swiglu",
+    )
+    assert_equal_on_rows(own, module, padded())
+
+
+@pytest.mark.parametrize(
     "given, name",
     [
         (nn.GELU(approximate="tanh"), "gelu_tanh"),
@@ -235,6 +276,55 @@ def test_activations_of_torch_by_their_values(given, name):
     assert_equal_on_rows(own, module, padded())
 
 
+class OwnLinear(nn.Module):
+    """A linear with a transposed weight, or another function of the same parameters."""
+
+    def __init__(self, inputs, outputs, factor=1):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(inputs, outputs))
+        self.b, self.factor = nn.Parameter(torch.randn(outputs)), factor
+
+    def forward(self, x):
+        return x @ self.w * self.factor + self.b
+
+
+class OriginalSASRec(nn.Module):
+    """A layer as SASRec's authors have it: keys and values of rows without a norm, no linear
+    behind the attention, residuals of normed rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in "qkv")
+        self.up, self.down = OwnLinear(WIDTH, FFN), OwnLinear(FFN, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH, eps=1e-3), nn.LayerNorm(WIDTH, eps=1e-3)
+
+    def forward(self, x, src_key_padding_mask):
+        normed = self.norm1(x)
+        of = zip((self.q, self.k, self.v), (normed, x, x))
+        q, k, v = (linear(y).unflatten(2, (HEADS, -1)).transpose(1, 2) for linear, y in of)
+        causal = torch.ones(LONGEST, LONGEST, dtype=torch.bool).tril()
+        mask = ~src_key_padding_mask[:, None, None] & causal
+        out = nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        normed = self.norm2(normed + out.transpose(1, 2).flatten(2))
+        return normed + self.down(self.up(normed).relu())
+
+
+def test_the_original_sasrec():
+    module = OriginalSASRec().double().eval()
+    own = jm.JaggedEncoderLayer.from_parts(
+        (module.q, module.k, module.v, nn.Identity()),
+        (module.up, module.down),
+        (module.norm1, module.norm2),
+        num_heads=HEADS,
+        norm_first="queries",
+        mask=jm.AttentionMask(causal=True),
+    )
+    assert_equal_on_rows(own, module, padded())
+    own(rows_of(padded())).values.square().sum().backward()
+    trained = {name for name, x in own.named_parameters() if x.grad is not None}
+    assert trained == {x for x, _ in own.named_parameters() if "out_proj" not in x}
+
+
 PARTS = dict(
     attention=[nn.Linear(WIDTH, WIDTH) for _ in "qkvo"],
     linears=(nn.Linear(WIDTH, FFN), nn.Linear(FFN, WIDTH)),
@@ -248,7 +338,7 @@ PARTS = dict(
     [
         (dict(num_heads=None), ValueError, "four linears with num_heads, got 4 modules and n"),
         (dict(attention=PARTS["attention"][:1]), ValueError, "got 1 modules and num_heads 4"),
-        (dict(attention=PARTS["attention"][:3]), ValueError, r"24 outputs .* got \[24, 24\] out"),
+        (dict(attention=PARTS["attention"][:3]), ValueError, r"Identity\(\), got \[24, 24\] o"),
         (dict(activation=nn.GLU()), ValueError, "activation must have the values of one of"),
         (dict(attention=nn.Linear(2, 2)), TypeError, "module must be an nn.MultiheadAttention"),
         (
@@ -257,13 +347,13 @@ PARTS = dict(
             r"linears\[0\] must have kernel_size 1, stride 1, padding 0 and groups 1",
         ),
         (dict(attention=[nn.ReLU()] * 4), TypeError, r"attention\[0\] must be an nn.Linear"),
-        (dict(norms=[nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)]), ValueError, "norm2 must be as"),
-        (dict(norms=[nn.BatchNorm1d(WIDTH)] * 2), ValueError, "norm1 must have the results of Lay"),
-        (dict(norms=[OwnNorm(std=True)] * 2), ValueError, "norm1 must have the results of LayerN"),
-        (dict(norms=[nn.Linear(WIDTH, WIDTH)] * 2), TypeError, "norm1 must be an nn.LayerNorm, an"),
+        (dict(linears=[nn.Bilinear(2, 2, 2)] * 2), TypeError, r"linears\[0\] must be an nn.Linear"),
+        (dict(linears=[OwnLinear(WIDTH, WIDTH, 2)] * 2), TypeError, "a module that computes the s"),
+        (dict(norms=[nn.BatchNorm1d(WIDTH)] * 2), ValueError, "norm1 must compute each row of wid"),
+        (dict(norms=[nn.Linear(WIDTH, FFN)] * 2), ValueError, "each row of width 24 by itself, go"),
+        (dict(norms=[nn.Linear(FFN, WIDTH)] * 2), ValueError, "norm1 must compute each row of wid"),
         (dict(norms=[len] * 2), TypeError, "norm1 must be an nn.LayerNorm, .* got builtin"),
         (dict(activation=torch.tanh), ValueError, "activation must have the values of one of"),
-        (dict(norms=[nn.RMSNorm(WIDTH)] * 2), ValueError, "norm1 must have an eps"),
     ],
 )  # fmt: skip
 def test_parts_that_do_not_fit(changes, error, message):
@@ -344,6 +434,7 @@ def test_a_nan_stays_in_its_segment():
     [
         (lambda: jm.JaggedEncoderLayer(WIDTH, 5, FFN), ValueError, "num_heads"),
         (lambda: jm.JaggedEncoderLayer(WIDTH, HEADS, 0), ValueError, "ffn_dim"),
+        (lambda: jm.JaggedEncoderLayer(WIDTH, 2, 8, norm_first="k"), TypeError, "bool or .q"),
         (lambda: jm.JaggedEncoderLayer(WIDTH, HEADS, FFN, norm="batch"), ValueError, "norm must"),
         (
             lambda: jm.JaggedEncoderLayer(WIDTH, HEADS, FFN, activation="tanh"),

@@ -220,6 +220,34 @@ PARTS = {
     "an index": (lambda x: torch.cat([x.sin(), x], 1)[:, 6].cos(), ["select"]),
     "an index from the end": (lambda x: torch.cat([x.sin(), x], -1)[..., -1].cos(), ["select"]),
     "of two parts": (lambda x: torch.cat([x, x.sin()], 1)[:, 3:5].cos(), ["sin", "cat", "slice"]),
+    "an item of a split": (lambda x: torch.cat([x, x.sin()], 1).split(3, 1)[0].cos(), ["slice"]),
+    "the last item of a split": (
+        lambda x: torch.cat([x, x.sin()], 1).split(5, 1)[-1].cos(),
+        ["sin", "slice"],
+    ),
+    "an item of two parts": (
+        lambda x: torch.cat([x, x.sin()], 1).split(3, 1)[1].cos(),
+        ["sin", "cat", "split"],
+    ),
+    "an item of sizes": (
+        lambda x: torch.cat([x, x.sin()], 1).split([1, 3, 4], 1)[2].cos(),
+        ["sin", "slice"],
+    ),
+    "an item of unbind": (
+        lambda x: torch.cat([x, x.sin()], 1).unbind(1)[6].cos(),
+        ["sin", "select"],
+    ),
+    "a field": (lambda x: torch.stack([x, x.sin()], 1)[:, 1].cos(), ["sin"]),
+    "a field from the end": (lambda x: torch.stack([x.sin(), x], -1).select(-1, -1).cos(), []),
+    "an item of fields": (
+        lambda x: torch.stack([x.sin(), x], 1).split(1, 1)[1].cos(),
+        ["unsqueeze"],
+    ),
+    "an item of unbound fields": (lambda x: torch.stack([x.sin(), x], 1).unbind(1)[1].cos(), []),
+    "two fields": (
+        lambda x: torch.stack([x.sin(), x, x], 1).split(2, 1)[0].cos(),
+        ["sin", "stack", "split"],
+    ),
     "with a step": (lambda x: torch.cat([x, x.sin()], 1)[:, 4::2].cos(), ["sin", "cat", "slice"]),
     "of rows": (lambda x: torch.cat([x, x.sin()], 0)[:2].cos(), ["sin", "cat", "slice"]),
     "of another dimension": (

@@ -165,6 +165,42 @@ def test_compiled_and_exported():
                 )
 
 
+class ReturnsDict(nn.Module):
+    """The dict of a multi-task library: with tasks' names, and None for an auxiliary loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.user, self.item = nn.Linear(32, 256), nn.Linear(32, 256)
+        self.deep, self.head = nn.Linear(256, 256), nn.Linear(256, 1)
+
+    def forward(self, user, item):
+        hidden = (self.deep(self.user(user).relu()) + self.item(item)).relu()
+        return dict(loss=None, click=self.head(hidden), more=(True, "like", hidden, None))
+
+
+@pytest.mark.parametrize("max_batch", [(1, 64), ((1, 64), (64, 4096))], ids=["", "guard"])
+def test_results_that_are_no_tensors(max_batch):
+    model, example = ReturnsDict().eval(), (torch.randn(8, 32), torch.randn(8, 32))
+    fused = fuse_broadcasts(model, example, request_only=["user"], max_batch=max_batch)
+    has_guard = isinstance(max_batch[0], tuple)
+    assert (fused.report.guard is not None) == has_guard
+    index = torch.arange(90) % 3
+    given, shapes = (torch.randn(3, 32), torch.randn(90, 32)), None
+    if has_guard:
+        shapes = fused.report.ranges.dynamic_shapes()
+    exported = torch.export.export(
+        fused, given, dict(candidate_to_user=index), dynamic_shapes=shapes
+    )
+    compiled = torch.compile(fused, fullgraph=True, dynamic=True, backend="eager")
+    expected = model(given[0][index], given[1])
+    for module in (fused, exported.module(), compiled):
+        found = module(*given, candidate_to_user=index)
+        assert found["loss"] is None and found["more"][:2] == (True, "like")
+        assert found.keys() == expected.keys() and found["more"][3] is None
+        torch.testing.assert_close(found["click"], expected["click"])
+        torch.testing.assert_close(found["more"][2], expected["more"][2])
+
+
 def test_a_model_that_replicates_entries_itself():
     class Replicates(OfDict):
         def forward(self, features, index):

@@ -1,6 +1,7 @@
 """All forms of replication are found: each moves the layers behind it to the smaller side."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -369,3 +370,34 @@ def test_constants_made_like_a_gathered_value(name):
         given = inputs(*sizes)
         torch.testing.assert_close(graph(*given), model(*given))
     assert matmul_rows(graph, *inputs(2, 5, 400)) == [5]
+
+
+@pytest.mark.parametrize(
+    "join",
+    [lambda x: torch.stack(x, 1), lambda x: torch.cat([y[:, None] for y in x], 1)],
+    ids=["stack", "cat"],
+)
+def test_pairs_of_fields(join):
+    """Of a tensor of all fields, split again: products of users' fields have users' rows."""
+
+    class Pairs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pairs = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6)).double()
+
+        def forward(self, first, second, third, item):
+            fields = join([first, second, third, item]).split(1, dim=1)
+            pairs = itertools.combinations(fields, 2)
+            return torch.cat([layer(x) * y for layer, (x, y) in zip(self.pairs, pairs)], 1)
+
+    def inputs(users, candidates):
+        rows = users, users, users, candidates
+        return [torch.randn(x, WIDTH, dtype=torch.float64) for x in rows]
+
+    model, names = Pairs().eval(), ["first", "second", "third"]
+    example = tuple(inputs(64, 64))
+    fused = fuse_broadcasts(model, example, request_only=names, max_batch=(4, 4096))
+    given, index = inputs(3, 50), torch.arange(50) % 3
+    expected = model(*(x[index] for x in given[:3]), given[3])
+    torch.testing.assert_close(fused(*given, candidate_to_user=index), expected)
+    assert matmul_rows(fused, *given, candidate_to_user=index) == [3] * 6
