@@ -239,7 +239,7 @@ class Arguments:
         )
 
     def _flatten_pages(self, name: str, x: PagedRows) -> tuple[Any, ...]:
-        offsets, pages = x.tables
+        offsets, pages, scales = x.tables
         rows, page_rows, room = pages.num_rows, pages.page_rows, None
         if x.room is not None:
             spare = x.room.storage.shape[0] - 1
@@ -256,7 +256,7 @@ class Arguments:
             self._add(name, TABLE, pages.table, rows, offsets.shape[0] - 1, page_rows),
             page_rows,
             room,
-            self._add_scales(name, pages.scales),
+            self._add_scales(name, scales),
             x.dtype,
         )
 
