@@ -166,7 +166,7 @@ class Ranker(ABC):
         requests = [requests[i] for i in order]
         try:
             scores = self._score(_merged(requests)).float().cpu()
-            if not bool(scores.isfinite().all()):
+            if not np.isfinite(scores.numpy()).all():
                 raise FloatingPointError("the model's scores are not finite")
             self._add_events([request for request in requests if request.stores_events])
         except BaseException:
@@ -329,9 +329,12 @@ class Ranker(ABC):
             if self.cache is not None:
                 self.cache.evict(users[:num_new])
             self.score([Request(user, item, event, stores_events=False) for user in users])
+        # of one user, each with a history to encode, a cached one, and a new event
+        kinds = (NONE, NONE, event) if len(users) == 1 else (NONE,)
         for candidates in _powers(10, max_candidates):
             items = np.arange(candidates) % self.histories.num_items
-            self.score([Request(user, items) for user in users])
+            for new in kinds:
+                self.score([Request(user, items, new, not len(new.item)) for user in users])
 
     def replace_events(self, user: int, events: NewEvents) -> None:
         """Replace the events that requests brought. The user's next request encodes the history
@@ -569,7 +572,13 @@ class SequenceRanker(Ranker):
         with self.stages("cache"):
             self._begin_anew(self.cache, begins)
             if grown:
-                self.cache.append(grown, ids, rows=self._encoded.assign(grown))
+                # One user's events and scores are one replay. Batches of more users would need
+                # graphs of many more sizes.
+                whole = dict(targets=candidates) if len(requests) == 1 else {}
+                rows = self._encoded.assign(grown)
+                scores = self.cache.append(grown, ids, rows=rows, **whole)
+                if whole:
+                    return scores
         return self.run(targets=candidates, rows=self._encoded.of([x.user for x in requests]))
 
     def _to_encode(

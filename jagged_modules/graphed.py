@@ -325,7 +325,7 @@ class _State(NamedTuple):
 def _state(module: nn.Module) -> _State | None:
     """The state of the module. None if its parameters are not its own. Runs in each call."""
     modules = submodules(module)
-    of_parts = [x.__dict__["_parameters"] for x in modules], [x.__dict__["_buffers"] for x in modules]
+    of_parts = [[x.__dict__[kind] for x in modules] for kind in ("_parameters", "_buffers")]
     parameters, buffers = (
         [x for part in parts for x in part.values() if x is not None] for parts in of_parts
     )
