@@ -450,7 +450,8 @@ def _pad_integers(
     if leaf.kind not in (OFFSETS, ORDER, ROOM):
         memory[rest:end] = bytes(end - rest)
         return
-    count, tail = (end - rest) // x.itemsize, array(_TYPECODES[x.dtype])
+    count = (end - rest) // x.itemsize
+    tail: array[int] = array(_TYPECODES[x.dtype])
     if leaf.kind == OFFSETS:
         step, last = _padding_step(leaf.rows, size, capacities), capacities[leaf.rows]
         tail.extend(range(leaf.rows + step, min(leaf.rows + step * count, last) + 1, step))
