@@ -40,6 +40,7 @@ from serving_steps import (
 from torch import nn
 
 import jagged_modules as jm
+from jagged_modules.segments import Segmentation
 
 # settings beside the shapes
 COMPUTED = (
@@ -165,7 +166,7 @@ class Ranker(ABC):
         requests = [requests[i] for i in order]
         try:
             scores = self._score(_merged(requests)).float().cpu()
-            if not bool(scores.isfinite().all()):
+            if not np.isfinite(scores.numpy()).all():
                 raise FloatingPointError("the model's scores are not finite")
             self._add_events([request for request in requests if request.stores_events])
         except BaseException:
@@ -179,7 +180,8 @@ class Ranker(ABC):
         if self.cache is not None and not_stored:
             self.cache.evict(not_stored)
         parts = scores.split([len(request.candidates) for request in requests])
-        return [parts[i] for i in np.argsort(order)]
+        by_place = dict(zip(order, parts, strict=True))
+        return [by_place[i] for i in range(len(parts))]
 
     def _add_events(self, requests: Sequence[Request]) -> None:
         """Add the requests' events to the histories, when the store has them."""
@@ -327,9 +329,12 @@ class Ranker(ABC):
             if self.cache is not None:
                 self.cache.evict(users[:num_new])
             self.score([Request(user, item, event, stores_events=False) for user in users])
+        # of one user, each with a history to encode, a cached one, and a new event
+        kinds = (NONE, NONE, event) if len(users) == 1 else (NONE,)
         for candidates in _powers(10, max_candidates):
             items = np.arange(candidates) % self.histories.num_items
-            self.score([Request(user, items) for user in users])
+            for new in kinds:
+                self.score([Request(user, items, new, not len(new.item)) for user in users])
 
     def replace_events(self, user: int, events: NewEvents) -> None:
         """Replace the events that requests brought. The user's next request encodes the history
@@ -383,11 +388,11 @@ def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, list[int]]:
 
 
 def _jagged(columns: Sequence[np.ndarray] | np.ndarray, lengths: Sequence[int]) -> jm.Jagged:
-    """Segments of these lengths of the columns [rows, ...], on the host. Not checked, which would
-    take longer than the rest."""
+    """Segments of these lengths of the columns [rows, ...], on the host. Not checked, and the
+    offsets not looked up among known ones, which would take longer than the rest."""
     values = np.column_stack(columns) if isinstance(columns, (list, tuple)) else columns
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    return jm.Jagged.unchecked(torch.from_numpy(values), torch.from_numpy(offsets), None)
+    offsets = torch.from_numpy(np.array([0, *itertools.accumulate(lengths)], np.int64))
+    return jm.Jagged.unchecked(torch.from_numpy(values), offsets, None, Segmentation())
 
 
 class RankingRanker(Ranker):
@@ -522,12 +527,19 @@ class UserRows:
 
     def of(self, users: Sequence[int]) -> torch.Tensor:
         """int64 [users] on the host, the users' rows."""
-        return torch.tensor([self._row[user] for user in users], dtype=torch.int64)
+        return torch.from_numpy(np.array([self._row[user] for user in users], dtype=np.int64))
 
     def keep(self, users: Container[int]) -> None:
         """Drop the rows of all other users."""
         for user in [user for user in self._row if user not in users]:
             self._free.append(self._row.pop(user))
+
+
+def _positioned(begins: dict[int, int], events: dict[int, NewEvents]) -> jm.Jagged:
+    """The items of the users' events, and their positions from `begins` on."""
+    lengths, begin = [len(x.item) for x in events.values()], np.array([begins[x] for x in events])
+    position, _ = ranges(begin, begin + lengths)
+    return _jagged([np.concatenate([x.item for x in events.values()]), position], lengths)
 
 
 class SequenceRanker(Ranker):
@@ -552,47 +564,48 @@ class SequenceRanker(Ranker):
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
         with self.stages("lookup"):
             begins, events = self._to_encode(requests)
-            lengths = [len(x.item) for x in events]
-            begin = np.array(begins)
-            position, _ = ranges(begin, begin + lengths)
-            ids = np.column_stack([np.concatenate([x.item for x in events]), position])
+            ids, grown = _positioned(begins, events) if events else None, list(events)
             targets, counts = _targets(requests)
             candidates = _jagged(targets[:, None], counts)
         if self.cache is None:
-            return self.run(events=_jagged(ids, lengths), targets=candidates)
+            return self.run(events=ids, targets=candidates)
         with self.stages("cache"):
-            users = [x.user for x in requests]
-            grown = {user: length for user, length in zip(users, lengths, strict=True) if length}
-            self._begin_anew(self.cache, users, begins)
+            self._begin_anew(self.cache, begins)
             if grown:
-                events, written = _jagged(ids, list(grown.values())), list(grown)
-                self.cache.append(written, events, rows=self._encoded.assign(written))
-        return self.run(targets=candidates, rows=self._encoded.of(users))
+                # One user's events and scores are one replay. Batches of more users would need
+                # graphs of many more sizes.
+                whole = dict(targets=candidates) if len(requests) == 1 else {}
+                rows = self._encoded.assign(grown)
+                scores = self.cache.append(grown, ids, rows=rows, **whole)
+                if whole:
+                    return scores
+        return self.run(targets=candidates, rows=self._encoded.of([x.user for x in requests]))
 
-    def _to_encode(self, requests: Sequence[Request]) -> tuple[list[int], list[NewEvents]]:
-        """The events of each request's user that are not cached, and the position of the first of
-        them in the model's window."""
+    def _to_encode(
+        self, requests: Sequence[Request]
+    ) -> tuple[dict[int, int], dict[int, NewEvents]]:
+        """How many cached events of each user stay, and the events that follow them, of users with
+        such events."""
         users = [request.user for request in requests]
         missing = set(users if self.cache is None else self.cache.missing(users))
-        begins, events = [], []
+        begins, events = {}, {}
         for request in requests:
             user, new = request.user, len(request.events.item)
             length = self.histories.length(user)
             outgrown = new > 0 and length + new > self.max_history  # all positions change
             encoded = user in missing or outgrown
-            begins.append(0 if encoded else length)
-            events.append(
-                self.histories.window(user, request.events, self.max_history)
-                if encoded
-                else request.events
-            )
+            begins[user] = 0 if encoded else length
+            if encoded:
+                events[user] = self.histories.window(user, request.events, self.max_history)
+            elif new:  # most requests bring none
+                events[user] = request.events
             self.counts["encoded" if encoded else "appended" if new else "reused"] += 1
         return begins, events
 
-    def _begin_anew(self, cache: jm.PagedHistoryCache, users: list[int], begins: list[int]) -> None:
+    def _begin_anew(self, cache: jm.PagedHistoryCache, begins: dict[int, int]) -> None:
         """A history that is encoded anew is appended to an empty one, because `put` returns no
         output. So one pass of the encoder does all."""
-        if anew := [user for user, begin in zip(users, begins, strict=True) if not begin]:
+        if anew := [user for user, begin in begins.items() if not begin]:
             width = self.model.encoder.norm.normalized_shape[0]
             nothing = torch.empty(0, width, dtype=self.dtype, device=self.device)
             offsets = torch.zeros(len(anew) + 1, dtype=torch.int64)

@@ -202,30 +202,36 @@ class SequenceStep(Step):
 
         Args:
             events: [N, 2], item and position in the window; no segment is empty.
-            kept: the cached histories that the events follow. The result is then what a layer's
-                `append` returns, without the keys and values that are written into the room of
-                `kept`.
-            rows: of `encoded`. Those of the events' users are written, those of the targets' read.
+            kept: the cached histories that the events follow. The result is then a pair as of a
+                layer's `append`: the scores, if there are targets, and the events' keys and values,
+                without those that are written into the room of `kept`.
+            rows: of `encoded`. Those of the events' users are written, else those of the targets'
+                users are read.
             targets: [C, 1], items.
         """
-        encoder, embedded = self.model.encoder, {}
+        encoder, embedded, added = self.model.encoder, {}, None
         if events is not None:
             for name, ids in zip(("item", "position"), events.values.split(1, dim=1), strict=True):
                 embedded[name] = self._look_up(name, ids, events.offsets)
             inputs = events.with_values(encoder.inputs(embedded).to(self.dtype))
-            if kept is not None:
+            if kept is None:
+                encoded = last_rows(encoder.encoder(inputs))
+            else:
                 outputs, added = encoder.encoder.append(inputs, kept)
-                self.encoded.index_copy_(0, rows, last_rows(outputs))
-                written = getattr(kept.layers[0], "room", None) is not None
-                return None, jm.HistoryCache(()) if written else added
-            encoded = last_rows(encoder.encoder(inputs))
+                encoded = last_rows(outputs)
+                self.encoded.index_copy_(0, rows, encoded)
+                if getattr(kept.layers[0], "room", None) is not None:
+                    added = jm.HistoryCache(())
+                if targets is None:
+                    return None, added
         else:
             encoded = self.encoded.index_select(0, rows)
         embedded["target"] = self._look_up("item", targets.values, targets.offsets)
         embedded["rival"] = self._look_up("item", targets.values[:0], targets.offsets[:1])
         vectors, counts = encoder.vectors(encoded.float(), embedded), targets.offsets.diff()
         queries = vectors.queries.repeat_interleave(counts, dim=0, output_size=len(vectors.targets))
-        return (queries * vectors.targets).sum(dim=1)
+        scores = (queries * vectors.targets).sum(dim=1)
+        return scores if kept is None else (scores, added)
 
     def _look_up(self, table: str, ids: torch.Tensor, offsets: torch.Tensor) -> JaggedTensor:
         weight = self.model.embeddings.embeddings[table].weight

@@ -222,7 +222,7 @@ class Step:
                 if isinstance(x, _Constant)
                 else leaves[x]
             )
-        return tree_unflatten(flat, self._structure)
+        return flat[0] if self._structure.is_leaf() else tree_unflatten(flat, self._structure)
 
     def forward(self, sizes: Mapping[int, int]) -> list[Tensor]:
         outputs = self._runner.forward()

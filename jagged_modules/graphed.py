@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import warnings
 import weakref
 from collections import OrderedDict
@@ -29,6 +30,7 @@ from .tracing import call_through, one_module
 from .validation import transforms_are_active
 
 M = TypeVar("M", bound=nn.Module)
+_DTYPE, _IS_TRAINED = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
 REPLAYED = "score", "append"  # of a layer with these methods; `cache` may wait for the device
 
 
@@ -322,19 +324,22 @@ class _State(NamedTuple):
 
 def _state(module: nn.Module) -> _State | None:
     """The state of the module. None if its parameters are not its own. Runs in each call."""
-    state: list[Any] = []
-    trained, device = False, None
-    for part in submodules(module):
-        state.append(part.training)
-        attributes = vars(part)
-        for x in attributes["_parameters"].values():
-            if x is not None:
-                if type(x) is Tensor:
-                    return None
-                state += id(x), x.data_ptr(), x.dtype, x.requires_grad
-                trained, device = trained or x.requires_grad, device or x.device
-        for x in attributes["_buffers"].values():
-            if x is not None:
-                state += id(x), x.data_ptr(), x.dtype, x.shape  # of a table that has grown
-                device = device or x.device
-    return _State(tuple(state), trained, device)
+    modules = submodules(module)
+    of_parts = [[x.__dict__[kind] for x in modules] for kind in ("_parameters", "_buffers")]
+    parameters, buffers = (
+        [x for part in parts for x in part.values() if x is not None] for parts in of_parts
+    )
+    if Tensor in map(type, parameters):
+        return None
+    tensors, trained = parameters + buffers, [*map(_IS_TRAINED, parameters)]
+    parts = (
+        *[x.training for x in modules],
+        *map(len, of_parts[0]),
+        *map(len, of_parts[1]),
+        *map(id, tensors),
+        *map(Tensor.data_ptr, tensors),
+        *map(_DTYPE, tensors),
+        *trained,
+        *[x.shape for x in buffers],  # of a table that has grown
+    )
+    return _State(parts, any(trained), tensors[0].device if tensors else None)

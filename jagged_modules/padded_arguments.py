@@ -7,7 +7,9 @@ in segments behind the real ones.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -237,7 +239,7 @@ class Arguments:
         )
 
     def _flatten_pages(self, name: str, x: PagedRows) -> tuple[Any, ...]:
-        offsets, pages = x.tables
+        offsets, pages, scales = x.tables
         rows, page_rows, room = pages.num_rows, pages.page_rows, None
         if x.room is not None:
             spare = x.room.storage.shape[0] - 1
@@ -254,7 +256,7 @@ class Arguments:
             self._add(name, TABLE, pages.table, rows, offsets.shape[0] - 1, page_rows),
             page_rows,
             room,
-            self._add_scales(name, pages.scales),
+            self._add_scales(name, scales),
             x.dtype,
         )
 
@@ -352,6 +354,7 @@ def _build(spec: tuple[Any, ...], tensors: Sequence[Any], rows: Sequence[int]) -
 
 # -- buffers ---------------------------------------------------------------------------------------
 
+_TYPECODES = {torch.int32: "i", torch.int64: "q"}  # of the module array
 _ALIGNMENT = 128  # of the parts of a packed buffer, in bytes: more than any kernel asks for
 
 
@@ -365,25 +368,28 @@ class Buffers:
     ) -> None:
         self.tensors: list[Tensor] = []
         self._written: list[Tensor] = []  # by `pad`
-        parts, end = list[tuple[int, int]](), 0
+        self._parts, end = list[tuple[int, int] | None](), 0  # of the leaves, in bytes
         for leaf in leaves:
             if leaf.tensor.is_cpu and leaf.kind != STORAGE:
                 size = math.prod(leaf.shape(capacities)) * leaf.tensor.element_size()
-                parts.append((end, end + size))
+                self._parts.append((end, end + size))
                 end += -(-size // _ALIGNMENT) * _ALIGNMENT
+            else:
+                self._parts.append(None)
         on_gpu = device.type == "cuda"
         self._on_device = torch.zeros(end, dtype=torch.uint8, device=device)
         self._on_host = torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+        memory = (ctypes.c_ubyte * end).from_address(self._on_host.data_ptr())
+        self._bytes = memoryview(memory).cast("B") if end else memoryview(b"")
         self._copied = torch.cuda.Event() if on_gpu and end else None
-        of_host = iter(parts)
-        for leaf in leaves:
+        for leaf, part in zip(leaves, self._parts):
             x = leaf.tensor
             if leaf.kind == STORAGE:
                 buffer = written = x
-            elif x.is_cpu:
-                part, shape = slice(*next(of_host)), leaf.shape(capacities)
+            elif part is not None:
+                shape = leaf.shape(capacities)
                 written, buffer = (
-                    whole[part].view(x.dtype).view(shape)
+                    whole[slice(*part)].view(x.dtype).view(shape)
                     for whole in (self._on_host, self._on_device)
                 )
             else:
@@ -397,8 +403,11 @@ class Buffers:
         """Copy the leaves' tensors into the buffers, and write the rest of these."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy of the call before
-        for buffer, leaf in zip(self._written, leaves):
-            pad(buffer, leaf, capacities)
+        for buffer, leaf, part in zip(self._written, leaves, self._parts):
+            if part is not None and leaf.tensor.dtype in _TYPECODES:
+                _pad_integers(self._bytes, *part, leaf, capacities)
+            else:
+                pad(buffer, leaf, capacities)
         if len(self._on_host):
             self._on_device.copy_(self._on_host, non_blocking=True)
         if self._copied is not None:
@@ -426,6 +435,30 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Mapping[int, int]) -> None:
             torch.arange(size, len(buffer), out=buffer[size:], device=buffer.device)
         elif size < len(buffer):
             buffer[size:].fill_(leaf.number if leaf.kind == ROOM else 0)
+
+
+def _pad_integers(
+    memory: memoryview, begin: int, end: int, leaf: Leaf, capacities: Mapping[int, int]
+) -> None:
+    """`pad` of a leaf on the host, in these bytes of the buffers. Each operator of torch would take
+    longer than all of it."""
+    x, size = leaf.tensor.contiguous(), leaf.size
+    rest = begin + x.nbytes
+    memory[begin:rest] = ctypes.string_at(x.data_ptr(), x.nbytes)
+    if rest == end:
+        return
+    if leaf.kind not in (OFFSETS, ORDER, ROOM):
+        memory[rest:end] = bytes(end - rest)
+        return
+    count = (end - rest) // x.itemsize
+    tail: array[int] = array(_TYPECODES[x.dtype])
+    if leaf.kind == OFFSETS:
+        step, last = _padding_step(leaf.rows, size, capacities), capacities[leaf.rows]
+        tail.extend(range(leaf.rows + step, min(leaf.rows + step * count, last) + 1, step))
+        tail.extend([last] * (count - len(tail)))
+    else:
+        tail.extend(range(size, size + count) if leaf.kind == ORDER else [leaf.number] * count)
+    memory[rest:end] = tail.tobytes()
 
 
 def check_values(leaf: Leaf, sizes: set[int]) -> None:

@@ -10,5 +10,6 @@ def submodules(module: nn.Module) -> list[nn.Module]:
     torch's iterators take far longer."""
     found = [module]
     for part in found:  # which grows meanwhile
-        found += [x for x in vars(part)["_modules"].values() if x is not None]
+        if children := part.__dict__["_modules"]:
+            found += [x for x in children.values() if x is not None]
     return found

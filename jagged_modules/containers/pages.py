@@ -81,11 +81,12 @@ class PagedRows(Jagged):
         return rows
 
     @property
-    def tables(self) -> tuple[Tensor, Pages]:
-        """The offsets and the pages, on the host if they were made there."""
+    def tables(self) -> tuple[Tensor, Pages, Tensor | None]:
+        """The offsets, the pages and their scales. The first two are on the host, and without
+        scales, if they were made there."""
         if self.host is None:
-            return self.offsets, self.pages
-        return self.host.offsets, dataclasses.replace(self.host.pages, scales=self._scales)
+            return self.offsets, self.pages, self.pages.scales
+        return self.host.offsets, self.host.pages, self._scales
 
     def __getattr__(self, name: str) -> Any:
         """`values`, and tables on the device, until the first use stores them."""

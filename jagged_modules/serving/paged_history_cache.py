@@ -370,13 +370,14 @@ class PagedHistoryCache:
         """The version of the layer's parameters and buffers: equal while nobody writes to them or
         replaces them."""
         layer: Any = self.layer
-        parts = (
-            vars(x)[kind].values()
-            for x in submodules(layer)
-            for kind in ("_parameters", "_buffers")
-        )
-        tensors: list[Tensor] = [x for part in parts for x in part if x is not None]
-        weights = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
+        tensors: list[Tensor] = [
+            x
+            for part in submodules(layer)
+            for tensors in (part.__dict__["_parameters"], part.__dict__["_buffers"])
+            for x in tensors.values()
+            if x is not None
+        ]
+        weights = tuple([(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors])
         if weights != self._weights:
             self._version, self._weights = self._version + 1, weights
             # kept, or new weights could get the addresses of these

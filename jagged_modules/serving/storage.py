@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -149,7 +150,7 @@ class RowStorage:
         """So many rows of each user, from the start of the pages, of each layer."""
         assert self.dtype is not None
         pages = Pages.of([x.pages for x in known], lengths, self.page_rows)
-        ends = torch.tensor([0, *itertools.accumulate(lengths)], device="cpu")
+        ends = torch.frombuffer(array("q", [0, *itertools.accumulate(lengths)]), dtype=torch.int64)
         tables = HostTables(ends, pages, self.device)
         if self.tables_on_host:
             return tuple(PagedRows.of(x.rows, x.scales, tables, self.dtype) for x in self._layers)

@@ -77,31 +77,37 @@ class Outside(TorchDispatchMode):
 class Frozen:
     """In place of CUDA graphs: a replay is free, and leaves the results as they are."""
 
-    pool = None
+    pool, replays = None, 0
 
     def __init__(self, forward, backward, *_):
         self._outputs = forward()
 
     def forward(self):
+        Frozen.replays += 1
         return self._outputs
 
 
-@pytest.mark.parametrize("name, limit, launches", [("hstu", 90, 0), ("attention", 75, 1)])
+@pytest.mark.parametrize(
+    "name, count, limit, launches, replays",
+    [("hstu", 5, 25, 0, 2), ("hstu", 1, 25, 0, 1), ("attention", 5, 28, 1, 2)],
+)
 def test_a_batch_of_cached_users_runs_little_outside_of_its_graphs(
-    served, monkeypatch, name, limit, launches
+    served, monkeypatch, name, count, limit, launches, replays
 ):
     """Users with a new event. Only the rows of histories that are encoded anew are written outside
-    of the graphs, each layer's with one launch, and nothing is read."""
+    of the graphs, each layer's with one launch, and nothing is read. A next-item model's events and
+    scores of one user are one replay."""
     monkeypatch.setitem(RUNNERS, "cpu", Frozen)
+    monkeypatch.setattr(Frozen, "replays", 0)
     ranker = ranker_of(served[name], CACHE, 128, graphs=True)
     requests = Requests(ranker)
-    users = [user for user in range(25) if ranker.histories.length(user) < 40][:5]
+    users = [user for user in range(25) if ranker.histories.length(user) < 40][:count]
     for _ in range(2):
         ranker.score([requests.of(user, 1, 3) for user in users])
-    before = ranker.run._captures
+    before, Frozen.replays = ranker.run._captures, 0
     with Outside() as outside:
         ranker.score([requests.of(user, 1, 3) for user in users])
-    assert ranker.run._captures == before
+    assert ranker.run._captures == before and Frozen.replays == replays
     assert sum(outside.counts.values()) <= limit
     for op in ("index_select.default", "index.Tensor", "searchsorted.Tensor"):
         assert not outside.counts[f"aten.{op}"]

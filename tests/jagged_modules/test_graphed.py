@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import jagged_modules as jm
-from jagged_modules.padded_arguments import OFFSETS, Arguments, Buckets, capacities_of, pad
+from jagged_modules.padded_arguments import OFFSETS, Arguments, Buckets, Buffers, capacities_of, pad
 
 from ..compatibility.cases import (
     CASES,
@@ -646,7 +646,7 @@ lengths = st.lists(st.integers(0, 300), max_size=60)
 @given(lengths, st.sampled_from([1, 4, 8]), st.booleans())
 def test_padded_batches_are_batches(histories, steps, shuffled):
     """Offsets end at the capacity, no padding segment is longer than the longest real one, and
-    sizes have their own capacities."""
+    sizes have their own capacities. Arguments on the host are padded as those on a device."""
     users, counts = (
         len(histories),
         torch.tensor([(5 * b) % 7 for b in range(len(histories))], dtype=torch.int64),
@@ -657,6 +657,7 @@ def test_padded_batches_are_batches(histories, steps, shuffled):
             index.candidate_to_user[torch.randperm(int(counts.sum()))], users
         )
     offsets = torch.tensor([0, *histories]).cumsum(0)
+    offsets = offsets.int() if shuffled else offsets
     arguments = Arguments(
         (torch.randn(sum(histories), 1), offsets, torch.randn(int(counts.sum())), index),
         {},
@@ -665,12 +666,16 @@ def test_padded_batches_are_batches(histories, steps, shuffled):
     )
     capacities = capacities_of(arguments.leaves, Buckets(steps))
     assert len(set(capacities.values())) == len(capacities)
-    for leaf in arguments.leaves:
+    buffers = Buffers(arguments.leaves, capacities, torch.device("cpu"))
+    buffers._on_host.fill_(255)
+    buffers.pad(arguments.leaves, capacities)
+    for leaf, padded in zip(arguments.leaves, buffers.tensors):
         capacity = capacities[leaf.size]
         buffer = torch.full(
             (capacity + (leaf.kind == OFFSETS), *leaf.tensor.shape[1:]), -1, dtype=leaf.tensor.dtype
         )
         pad(buffer, leaf, capacities)
+        assert torch.equal(padded, buffer)
         if leaf.kind == OFFSETS:
             assert (
                 torch.equal(buffer[: leaf.size + 1], leaf.tensor)

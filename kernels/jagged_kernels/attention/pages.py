@@ -86,10 +86,12 @@ class Pages:
             end += length
             table.extend([0] * (end // page_rows + segment + 1 - len(table)))
         try:
-            array("i", table)  # torch.tensor would round floats
+            entries = array("i", table)
         except TypeError as error:
             raise TypeError(f"pages must be sequences of ints: {error}") from None
-        return cls(torch.tensor(table, dtype=torch.int32, device="cpu"), page_rows, end)
+        # without segments there are no entries, and a buffer of none is an error
+        on_host = torch.frombuffer(entries or array("i", [0]), dtype=torch.int32)
+        return cls(on_host[: len(entries)], page_rows, end)
 
     def to(self, device: torch.device) -> Pages:
         """The pages with their table on a device."""
