@@ -37,8 +37,7 @@ def values_are_checkable(x: Tensor) -> bool:
     graph is being traced."""
     if torch.compiler.is_compiling():
         return False
-    device = x.device.type
-    if device != "cpu" and (device == "meta" or not debug_checks.current()):
+    if not x.is_cpu and (x.is_meta or not debug_checks.outside_graphs()):
         return False
     return not isinstance(x, FakeTensor)
 

@@ -92,7 +92,7 @@ class CandidateIndex(Queries):
             Tensor,
             "a CandidateIndex (from_jagged makes it of a container) or a torch.Tensor",
         )
-        return cls.from_map(candidates, num_users, name=name)
+        return cls._from_map(candidates, num_users, name)
 
     @classmethod
     @one_call
@@ -109,16 +109,20 @@ class CandidateIndex(Queries):
             TypeError: not an integer tensor, or num_users not an int.
             ValueError: not 1-D, or (host tensors, or under `debug_checks`) an index out of range.
         """
-        check_integers(name, candidate_to_user)
-        check_size("num_users", num_users, at_least=0)
-        on_host = candidate_to_user.device.type == "cpu" and not torch.compiler.is_compiling()
-        if not on_host:
-            return cls._from_map(candidate_to_user, num_users, on_host, name)
-        with one_thread():
-            return cls._from_map(candidate_to_user, num_users, on_host, name)
+        return cls._from_map(candidate_to_user, num_users, name)
 
     @classmethod
-    def _from_map(
+    def _from_map(cls, candidate_to_user: Tensor, num_users: int, name: str) -> CandidateIndex:
+        check_integers(name, candidate_to_user)
+        check_size("num_users", num_users, at_least=0)
+        on_host = candidate_to_user.is_cpu and not torch.compiler.is_compiling()
+        if not on_host:
+            return cls._grouped(candidate_to_user, num_users, on_host, name)
+        with one_thread():
+            return cls._grouped(candidate_to_user, num_users, on_host, name)
+
+    @classmethod
+    def _grouped(
         cls, candidate_to_user: Tensor, num_users: int, on_host: bool, name: str
     ) -> CandidateIndex:
         check_index_values(name, candidate_to_user, num_users, "num_users - 1 = {}")
@@ -324,9 +328,10 @@ class CandidateIndex(Queries):
 
     def query_segments(self, rows_per_candidate: int) -> RowSegments:
         """Each user's candidates are a query segment, of rows_per_candidate rows for each."""
-        host_lengths = None if self.host_counts is None else self.host_counts * rows_per_candidate
+        counts = self.host_counts
+        host_lengths = None if counts is None else counts * rows_per_candidate
         num_rows = None if self.order is None else self.order.shape[0] * rows_per_candidate
-        return RowSegments(self.query_offsets(rows_per_candidate), host_lengths, num_rows)
+        return RowSegments(self._query_offsets(rows_per_candidate), host_lengths, num_rows)
 
     @classmethod
     def parse(

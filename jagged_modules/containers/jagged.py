@@ -318,12 +318,14 @@ class Jagged(Queries):
         offsets, rows, device = self.offsets, self.num_rows, self.device
         if is_recording(device):
             return parse_segments(f"{possessive(name)} offsets", offsets, rows, device)
-        key = self.segmentation, rows, device
+        segmentation = self.segmentation
+        key = segmentation, rows, device
         if self._parsed is None or self._parsed[0] != key:
             name = f"{possessive(name)} offsets"
             check_offsets(name, offsets, rows)  # values or offsets may be new ones
+            known = None if self._read is None else segmentation
             with outside_inference_mode():
-                segments = parse_segments(name, offsets, rows, device, self.known_segmentation())
+                segments = parse_segments(name, offsets, rows, device, known)
             self._parsed = key, segments
         return self._parsed[1]
 

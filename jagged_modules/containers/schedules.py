@@ -39,9 +39,9 @@ class Sizes(NamedTuple):
     ) -> Sizes:
         """The checked sizes. TypeError or ValueError as `Jagged.prepare`."""
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        for name, size in sizes.items():
-            check_size(name, size)
+        for name, size in zip(cls._fields, (num_heads, num_kv_heads, head_dim)):
+            if type(size) is not int or size < 1:
+                check_size(name, size)
         check_kind("dtype", dtype, torch.dtype, "a torch.dtype")
         if num_heads % num_kv_heads:
             raise ValueError(

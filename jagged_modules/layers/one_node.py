@@ -170,7 +170,13 @@ def rounded_gemm_rows(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tens
 def rows_for_attention(x: Tensor, num_rows: int, end: Tensor | None) -> Tensor:
     """The projected rows x. Without an end, those that `gemm_rows` added are cut off; with one,
     attention skips them."""
-    return x[:num_rows] if end is None else x
+    return first_rows(x, num_rows) if end is None else x
+
+
+def first_rows(x: Tensor, num_rows: int) -> Tensor:
+    """The first rows of x. Itself if it has no others, as always in a graph: a view costs the host
+    more than the comparison."""
+    return x if x.shape[0] == num_rows else x[:num_rows]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -195,6 +201,8 @@ def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
     if dy.is_cuda and dy.dtype.itemsize == 2 and _has_many(dy):
         ones = dy.new_ones(dy.shape[0], 8)  # rows of 16 bytes
         return torch.mm(ones.t(), dy, out_dtype=torch.float32)[0].to(dtype)
+    if dy.dtype == dtype and dtype.itemsize > 2:
+        return dy.sum(0)
     wide = torch.float32 if dy.dtype.itemsize == 2 else dy.dtype
     return dy.sum(0, dtype=wide).to(dtype)
 
@@ -231,7 +239,7 @@ def linear_gradients(
             release(x)
     dx = product(dy, weight, x_dtype) if wanted[0] else None
     if dx is not None and num_rows is not None:
-        dx = dx[:num_rows]
+        dx = first_rows(dx, num_rows)
     if wanted[2] and dbias is None:
         dbias = bias_gradient(dy, dtype)
     return dx, dweight, dbias if wanted[2] else None
@@ -252,7 +260,7 @@ def node_dtype(
     if any([parameter is None for parameter in parameters]):
         return None
     dtype, dtypes = autocast_dtype(x), {parameter.dtype for parameter in parameters}
-    if len(dtypes) != 1 or autocast_dtype(parameters[0]) != dtype:
+    if len(dtypes) != 1 or (x.dtype not in dtypes and autocast_dtype(parameters[0]) != dtype):
         return None
     return dtype if dtype in dtypes_of("jagged_attention", x.device) else None
 

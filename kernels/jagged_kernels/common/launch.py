@@ -96,7 +96,6 @@ class CachedLaunches(JITFunction):
         specialised, unaligned = specialised(flat), 0
         for x in specialised:
             unaligned |= x.data_ptr()
-        backend = _backend(device)
         return (
             device,
             knobs.runtime.debug,
@@ -107,13 +106,13 @@ class CachedLaunches(JITFunction):
             *map(_DTYPE, tensors(flat)),
             *map(_BOX, described(flat)),
             unaligned % 16 and tuple([x.data_ptr() % 16 == 0 for x in specialised]),
-            *[specialisation(backend, flat[i], *rule) for i, rule in others],
+            *[describe(flat[i]) for i, describe in others],
         )
 
     def _find_positions(self, types: tuple[type, ...], args: tuple) -> tuple:
         """Functions that choose the tensors, those whose alignment counts, and the descriptors
         among arguments and items of these types; and the indices of those that have more than a
-        type, with their rules."""
+        type, with functions that describe them."""
         rules = []
         for x, rule in zip(args, self._rules):
             # Triton specialises all that is in a tuple
@@ -121,13 +120,13 @@ class CachedLaunches(JITFunction):
         tensors = [i for i, kind in enumerate(types) if kind in (torch.Tensor, torch.nn.Parameter)]
         described = [i for i, kind in enumerate(types) if issubclass(kind, Described)]
         others = [
-            i
+            (i, _describer(rules[i]) if kind is int else _describer(rules[i]).__wrapped__)
             for i, kind in enumerate(types)
             if kind not in (float, type(None)) and i not in (*tensors, *described)
         ]
         specialised = [i for i in tensors if all(rules[i][1:])]
         chosen = _choose(tensors), _choose(specialised), _choose(described)
-        return self._positions.setdefault(types, (*chosen, [(i, rules[i]) for i in others]))
+        return self._positions.setdefault(types, (*chosen, others))
 
 
 _DTYPE, _BOX = attrgetter("dtype"), attrgetter("box")
@@ -138,6 +137,18 @@ def _choose(indices: list[int]) -> Callable:
     if len(indices) > 1:
         return itemgetter(*indices)
     return itemgetter(slice(indices[0], indices[0] + 1) if indices else slice(0))
+
+
+@functools.cache
+def _describer(rule: tuple[bool, bool, bool]):
+    """How Triton describes an integer. A look-up takes a fifth of the time of its function, which
+    `__wrapped__` calls for arguments of other types. Batches have ever new numbers of rows."""
+
+    @functools.lru_cache(maxsize=4096)
+    def describe(x):
+        return specialisation(_backend(ops.current_device()), x, *rule)
+
+    return describe
 
 
 def _is_observed() -> bool:
