@@ -108,9 +108,9 @@ def check_offsets_shape(name: str, offsets: Any) -> None:
 def _check_offset_values(
     name: str, offsets: Tensor, total: int | None, max_seqlen: int | None, longest: str
 ) -> None:
-    if offsets[0] != 0:
+    if first := offsets[0].item():
         raise ValueError(
-            f"{name} must start at 0, got {int(offsets[0])}: they are a 0 and the sums of lengths"
+            f"{name} must start at 0, got {first}: they are a 0 and the sums of lengths"
         )
     lengths = offsets.diff()
     if lengths.numel() and int(lengths.min()) < 0:
@@ -119,8 +119,8 @@ def _check_offset_values(
             f"{name} must not decrease, got {offsets[segment].item()} then"
             f" {offsets[segment + 1].item()} at segment {segment}"
         )
-    if total is not None and offsets[-1] != total:
-        raise ValueError(f"{name} must end at the number of rows, {total}, got {int(offsets[-1])}")
+    if total is not None and (last := offsets[-1].item()) != total:
+        raise ValueError(f"{name} must end at the number of rows, {total}, got {last}")
     if max_seqlen is not None and lengths.numel() and int(lengths.max()) > max_seqlen:
         raise ValueError(
             f"{name} must have segments of at most {longest} = {max_seqlen} rows, got"
@@ -270,6 +270,8 @@ class Queries:
     _known: Segmentation  # of the offsets when they were last read
     _read: tuple[Tensor, int] | None = None  # offsets of a device, and their version then
     _parsed: tuple[object, RowSegments] | None = None  # kept by `Jagged.parsed`
+    # the segmentation and the number of rows for which a host's offsets were checked
+    _checked: tuple[Segmentation, int] | None = None
 
     @property
     def segmentation(self) -> Segmentation:

@@ -15,7 +15,7 @@ from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_kind, check_size
 from ..schedule import device_schedule, host_schedule
 from ..segments import Queries, RowSegments, normal_form, outside_inference_mode
-from ..settings import is_batch_invariant
+from ..settings import batch_invariant
 from ..validation import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ class Sizes(NamedTuple):
             raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {head_dim}")
         if dtype not in FLOATS:
             raise WrongDtype(f"dtype must be {names(FLOATS)}, got {dtype}")
-        return cls(num_heads, num_kv_heads, head_dim, dtype.itemsize, is_batch_invariant(), dtype)
+        is_invariant = batch_invariant.outside_graphs()
+        return cls(num_heads, num_kv_heads, head_dim, dtype.itemsize, is_invariant, dtype)
 
 
 def kept_schedule(
@@ -144,7 +145,8 @@ def _new_schedule(
             num_kv_heads=sizes.num_kv_heads,
         ),
         normal_form(queries.offsets, device),
-        normal_form(keys.offsets, device),
+        # those of the host are moved once
+        keys.parsed("keys").offsets if keys.offsets.is_cpu else normal_form(keys.offsets, device),
         mask=None if mask is None else list(mask.params),
         num_targets=None if targets is None else normal_form(targets, device),
         backward=on_host or torch.is_grad_enabled(),

@@ -28,7 +28,16 @@ from ..dtypes import autocast_dtype
 from ..functional.nodes import apply, differentiable_once, is_last_backward, release
 from ..functional.tail import residual_sum
 from .norms import NORM_KINDS, NormOptions, norm_parameters
-from .one_node import bias_columns, cast, linear, linear_gradients, may_be_one_node, rounded_rows
+from .one_node import (
+    bias_columns,
+    cast,
+    first_rows,
+    linear,
+    linear_gradients,
+    may_be_one_node,
+    parameters_of,
+    rounded_rows,
+)
 
 if TYPE_CHECKING:
     from .hstu import HSTULayer
@@ -147,13 +156,14 @@ def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
 def hstu_node(layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Arguments) -> Tensor:
     """The layer's update of rows x. end: of the rows, if only the device knows it: see
     `functional/tail.py`. arguments: of attention's operator. Its q, k and v are not read."""
+    norms = input_norm, output_norm = layer.input_norm, layer.output_norm
     plan = Plan(
         layer.num_heads, layer.linear_dim, layer.head_dim, autocast_dtype(x),
-        NormOptions.of(layer.input_norm), Gate(layer.dropout.p, NormOptions.of(layer.output_norm)),
+        NormOptions.of(input_norm), Gate(layer.dropout.p, NormOptions.of(output_norm)),
         layer.config.recompute,
     )  # fmt: skip
-    of_input, of_output = map(norm_parameters, (layer.input_norm, layer.output_norm))
-    projection = layer.uvqk_proj.weight, layer.uvqk_proj.bias
+    of_input, of_output = map(norm_parameters, norms)
+    projection = parameters_of(layer.uvqk_proj)
     _, _, _, segments, bias, *others = arguments
     result: Tensor = apply(
         _HSTULayer, x, dropout_seed(layer, x), end, plan, (segments, bias[2:], others), *of_input,
@@ -171,7 +181,7 @@ class _HSTULayer(torch.autograd.Function):
         ctx: Any, x: Tensor, seed: Tensor | None, end: Tensor | None, *others: Any
     ) -> Tensor:
         update = linear(*_gated(ctx, x, seed, end, *others), None)
-        return residual_sum(x, update[: x.shape[0]], end)
+        return residual_sum(x, first_rows(update, x.shape[0]), end)
 
     @staticmethod
     @differentiable_once

@@ -54,23 +54,22 @@ class CachedLaunches(JITFunction):
         self._positions: dict[tuple[type, ...], tuple] = {}
 
     def __getitem__(self, grid):
-        return functools.partial(self.run, grid=grid, warmup=False)
+        return functools.partial(self.launch, grid)
 
-    def run(self, *args, grid, warmup, **constants):
-        """As `JITFunction.run`."""
+    def launch(self, grid, /, *args, **constants):
+        """As `JITFunction.run`, which also compiles without a launch."""
         if (
-            warmup
-            or callable(grid)
+            callable(grid)
             or len(args) != len(self._rules)
             or self.pre_run_hooks
             or _is_observed()
         ):
-            return super().run(*args, grid=grid, warmup=warmup, **constants)
+            return self.run(*args, grid=grid, warmup=False, **constants)
         device = ops.current_device()
         key = self._cache_key(device, args, constants)
         kernel, launch = self._compiled.get(key, _NOT_YET)
         if kernel is None:
-            kernel = super().run(*args, grid=grid, warmup=False, **constants)
+            kernel = self.run(*args, grid=grid, warmup=False, **constants)
             if kernel is not None:  # a hook of Triton's may have prevented the compilation
                 self._compiled[key] = kernel, _launcher(kernel, args, self._constants)
         else:
