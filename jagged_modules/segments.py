@@ -35,11 +35,9 @@ MAX_SCHEDULES = 16  # that a segmentation keeps
 def values_are_checkable(x: Tensor) -> bool:
     """Whether x's values may be read: it is on the host, or `debug_checks` is on. Never while a
     graph is being traced."""
-    if torch.compiler.is_compiling():
+    if not x.is_cpu and (x.is_meta or not debug_checks.current()):
         return False
-    if not x.is_cpu and (x.is_meta or not debug_checks.outside_graphs()):
-        return False
-    return not isinstance(x, FakeTensor)
+    return not (torch.compiler.is_compiling() or isinstance(x, FakeTensor))
 
 
 def check_integers(
@@ -270,8 +268,7 @@ class Queries:
     _known: Segmentation  # of the offsets when they were last read
     _read: tuple[Tensor, int] | None = None  # offsets of a device, and their version then
     _parsed: tuple[object, RowSegments] | None = None  # kept by `Jagged.parsed`
-    # the segmentation and the number of rows for which a host's offsets were checked
-    _checked: tuple[Segmentation, int] | None = None
+    _checked: tuple[Segmentation, int] | None = None  # what offsets and rows were checked for
 
     @property
     def segmentation(self) -> Segmentation:

@@ -106,11 +106,6 @@ class _Setting:
             return traced_value(cls)
         return cls._states.get(cls._initial).value
 
-    @classmethod
-    def outside_graphs(cls) -> Any:
-        """`current`, for a caller that no graph traces."""
-        return cls._states.get(cls._initial).value
-
 
 class _Flag(_Setting, default=False):
     def __init__(self, enabled: bool) -> None:

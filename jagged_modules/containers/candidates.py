@@ -92,7 +92,7 @@ class CandidateIndex(Queries):
             Tensor,
             "a CandidateIndex (from_jagged makes it of a container) or a torch.Tensor",
         )
-        return cls._from_map(candidates, num_users, name)
+        return cls.from_map(candidates, num_users, name=name)
 
     @classmethod
     @one_call
@@ -109,20 +109,16 @@ class CandidateIndex(Queries):
             TypeError: not an integer tensor, or num_users not an int.
             ValueError: not 1-D, or (host tensors, or under `debug_checks`) an index out of range.
         """
-        return cls._from_map(candidate_to_user, num_users, name)
-
-    @classmethod
-    def _from_map(cls, candidate_to_user: Tensor, num_users: int, name: str) -> CandidateIndex:
         check_integers(name, candidate_to_user)
         check_size("num_users", num_users, at_least=0)
-        on_host = candidate_to_user.is_cpu and not torch.compiler.is_compiling()
+        on_host = candidate_to_user.device.type == "cpu" and not torch.compiler.is_compiling()
         if not on_host:
-            return cls._grouped(candidate_to_user, num_users, on_host, name)
+            return cls._from_map(candidate_to_user, num_users, on_host, name)
         with one_thread():
-            return cls._grouped(candidate_to_user, num_users, on_host, name)
+            return cls._from_map(candidate_to_user, num_users, on_host, name)
 
     @classmethod
-    def _grouped(
+    def _from_map(
         cls, candidate_to_user: Tensor, num_users: int, on_host: bool, name: str
     ) -> CandidateIndex:
         check_index_values(name, candidate_to_user, num_users, "num_users - 1 = {}")

@@ -15,7 +15,7 @@ from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_kind, check_size
 from ..schedule import device_schedule, host_schedule
 from ..segments import Queries, RowSegments, normal_form, outside_inference_mode
-from ..settings import batch_invariant
+from ..settings import is_batch_invariant
 from ..validation import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ class Sizes(NamedTuple):
             raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {head_dim}")
         if dtype not in FLOATS:
             raise WrongDtype(f"dtype must be {names(FLOATS)}, got {dtype}")
-        is_invariant = batch_invariant.outside_graphs()
-        return cls(num_heads, num_kv_heads, head_dim, dtype.itemsize, is_invariant, dtype)
+        return cls(num_heads, num_kv_heads, head_dim, dtype.itemsize, is_batch_invariant(), dtype)
 
 
 def kept_schedule(

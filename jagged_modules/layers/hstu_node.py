@@ -28,16 +28,7 @@ from ..dtypes import autocast_dtype
 from ..functional.nodes import apply, differentiable_once, is_last_backward, release
 from ..functional.tail import residual_sum
 from .norms import NORM_KINDS, NormOptions, norm_parameters
-from .one_node import (
-    bias_columns,
-    cast,
-    first_rows,
-    linear,
-    linear_gradients,
-    may_be_one_node,
-    parameters_of,
-    rounded_rows,
-)
+from .one_node import bias_columns, cast, linear, linear_gradients, may_be_one_node, rounded_rows
 
 if TYPE_CHECKING:
     from .hstu import HSTULayer
@@ -163,7 +154,7 @@ def hstu_node(layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Argume
         layer.config.recompute,
     )  # fmt: skip
     of_input, of_output = map(norm_parameters, norms)
-    projection = parameters_of(layer.uvqk_proj)
+    projection = layer.uvqk_proj.weight, layer.uvqk_proj.bias
     _, _, _, segments, bias, *others = arguments
     result: Tensor = apply(
         _HSTULayer, x, dropout_seed(layer, x), end, plan, (segments, bias[2:], others), *of_input,
@@ -181,7 +172,7 @@ class _HSTULayer(torch.autograd.Function):
         ctx: Any, x: Tensor, seed: Tensor | None, end: Tensor | None, *others: Any
     ) -> Tensor:
         update = linear(*_gated(ctx, x, seed, end, *others), None)
-        return residual_sum(x, first_rows(update, x.shape[0]), end)
+        return residual_sum(x, update[: x.shape[0]], end)
 
     @staticmethod
     @differentiable_once

@@ -201,10 +201,9 @@ def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
     if dy.is_cuda and dy.dtype.itemsize == 2 and _has_many(dy):
         ones = dy.new_ones(dy.shape[0], 8)  # rows of 16 bytes
         return torch.mm(ones.t(), dy, out_dtype=torch.float32)[0].to(dtype)
-    if dy.dtype == dtype and dtype.itemsize > 2:
-        return dy.sum(0)
     wide = torch.float32 if dy.dtype.itemsize == 2 else dy.dtype
-    return dy.sum(0, dtype=wide).to(dtype)
+    total = dy.sum(0, dtype=wide)
+    return total if wide == dtype else total.to(dtype)
 
 
 # of x, weight and bias of a `linear`; None where none is wanted

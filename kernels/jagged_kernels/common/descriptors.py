@@ -47,7 +47,8 @@ def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
 def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Descriptor of `[rows, H, D]`, as `heads_first`: a box is `rows` rows of a head; columns past
     D read as 0."""
-    return fill(TensorDescriptor, x, *heads_first(x), _head_box(x.dtype, rows, x.shape[2]))
+    box = _box(x.dtype, 1, rows, padded_dim(x.shape[2]))
+    return fill(TensorDescriptor, x, *heads_first(x), box)
 
 
 def heads_first(x: Tensor) -> tuple[list[int], list[int]]:
@@ -78,11 +79,6 @@ def fill(kind: type[D], base: Tensor, shape: list[int], strides: list[int], box:
         "box": box,
     }
     return filled
-
-
-@functools.cache
-def _head_box(dtype: torch.dtype, rows: int, head_dim: int) -> Box:
-    return _box(dtype, 1, rows, padded_dim(head_dim))
 
 
 @functools.cache

@@ -58,12 +58,7 @@ class CachedLaunches(JITFunction):
 
     def launch(self, grid, /, *args, **constants):
         """As `JITFunction.run`, which also compiles without a launch."""
-        if (
-            callable(grid)
-            or len(args) != len(self._rules)
-            or self.pre_run_hooks
-            or _is_observed()
-        ):
+        if callable(grid) or len(args) != len(self._rules) or self.pre_run_hooks or _is_observed():
             return self.run(*args, grid=grid, warmup=False, **constants)
         device = ops.current_device()
         key = self._cache_key(device, args, constants)
@@ -142,12 +137,8 @@ def _choose(indices: list[int]) -> Callable:
 def _describer(rule: tuple[bool, bool, bool]):
     """How Triton describes an integer. A look-up takes a fifth of the time of its function, which
     `__wrapped__` calls for arguments of other types. Batches have ever new numbers of rows."""
-
-    @functools.lru_cache(maxsize=4096)
-    def describe(x):
-        return specialisation(_backend(ops.current_device()), x, *rule)
-
-    return describe
+    cached = functools.lru_cache(maxsize=4096)
+    return cached(lambda x: specialisation(_backend(ops.current_device()), x, *rule))
 
 
 def _is_observed() -> bool:
