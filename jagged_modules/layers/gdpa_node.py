@@ -163,7 +163,7 @@ def node_arguments(
         of_keys: Any = layer.key_weights, layer.value_weights
     else:
         of_keys = parameters_of(layer.kv_proj)
-    projections = *of_queries, *of_keys, *parameters_of(layer.out_proj)
+    projections: list[Any] = [*of_queries, *of_keys, *parameters_of(layer.out_proj)]
     of_heads: tuple[Any, Any] = (None, None)
     qk_eps: Any = None
     if config.qk_norm:
