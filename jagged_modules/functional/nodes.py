@@ -25,7 +25,8 @@ def apply(node: Any, *inputs: Any) -> Any:
                 if torch.compiler.is_compiling() or transforms_are_active():
                     return node.apply(*inputs)
                 # without what `node.apply` looks for among the inputs, for torch.func
-                return super(torch.autograd.Function, node).apply(*inputs)
+                of_base: Any = super(torch.autograd.Function, node)
+                return of_base.apply(*inputs)
     return node.forward(_NoBackward(len(inputs)), *inputs)
 
 

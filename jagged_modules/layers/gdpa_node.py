@@ -169,7 +169,7 @@ def node_arguments(
     if config.qk_norm:
         of_heads, qk_eps = (layer.q_norm.weight, layer.k_norm.weight), layer.q_norm.eps
     weight, bias = (None, None) if norm is None else norm_parameters(norm)
-    inputs = NodeInputs(x, sides.context, weight, bias, *projections, *of_heads)
+    inputs = NodeInputs(x, sides.context, weight, bias, *[*projections, *of_heads])
     call = GDPACall(
         dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim, *sides[1:],
         in_training(dropout, dropout.p), residual,
