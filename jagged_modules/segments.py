@@ -35,12 +35,9 @@ MAX_SCHEDULES = 16  # that a segmentation keeps
 def values_are_checkable(x: Tensor) -> bool:
     """Whether x's values may be read: it is on the host, or `debug_checks` is on. Never while a
     graph is being traced."""
-    if torch.compiler.is_compiling():
+    if not x.is_cpu and (x.is_meta or not debug_checks.current()):
         return False
-    device = x.device.type
-    if device != "cpu" and (device == "meta" or not debug_checks.current()):
-        return False
-    return not isinstance(x, FakeTensor)
+    return not (torch.compiler.is_compiling() or isinstance(x, FakeTensor))
 
 
 def check_integers(
@@ -109,9 +106,9 @@ def check_offsets_shape(name: str, offsets: Any) -> None:
 def _check_offset_values(
     name: str, offsets: Tensor, total: int | None, max_seqlen: int | None, longest: str
 ) -> None:
-    if offsets[0] != 0:
+    if first := offsets[0].item():
         raise ValueError(
-            f"{name} must start at 0, got {int(offsets[0])}: they are a 0 and the sums of lengths"
+            f"{name} must start at 0, got {first}: they are a 0 and the sums of lengths"
         )
     lengths = offsets.diff()
     if lengths.numel() and int(lengths.min()) < 0:
@@ -120,8 +117,8 @@ def _check_offset_values(
             f"{name} must not decrease, got {offsets[segment].item()} then"
             f" {offsets[segment + 1].item()} at segment {segment}"
         )
-    if total is not None and offsets[-1] != total:
-        raise ValueError(f"{name} must end at the number of rows, {total}, got {int(offsets[-1])}")
+    if total is not None and (last := offsets[-1].item()) != total:
+        raise ValueError(f"{name} must end at the number of rows, {total}, got {last}")
     if max_seqlen is not None and lengths.numel() and int(lengths.max()) > max_seqlen:
         raise ValueError(
             f"{name} must have segments of at most {longest} = {max_seqlen} rows, got"
@@ -271,6 +268,7 @@ class Queries:
     _known: Segmentation  # of the offsets when they were last read
     _read: tuple[Tensor, int] | None = None  # offsets of a device, and their version then
     _parsed: tuple[object, RowSegments] | None = None  # kept by `Jagged.parsed`
+    _checked: tuple[Segmentation, int] | None = None  # what offsets and rows were checked for
 
     @property
     def segmentation(self) -> Segmentation:

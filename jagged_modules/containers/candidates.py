@@ -324,9 +324,10 @@ class CandidateIndex(Queries):
 
     def query_segments(self, rows_per_candidate: int) -> RowSegments:
         """Each user's candidates are a query segment, of rows_per_candidate rows for each."""
-        host_lengths = None if self.host_counts is None else self.host_counts * rows_per_candidate
+        counts = self.host_counts
+        host_lengths = None if counts is None else counts * rows_per_candidate
         num_rows = None if self.order is None else self.order.shape[0] * rows_per_candidate
-        return RowSegments(self.query_offsets(rows_per_candidate), host_lengths, num_rows)
+        return RowSegments(self._query_offsets(rows_per_candidate), host_lengths, num_rows)
 
     @classmethod
     def parse(

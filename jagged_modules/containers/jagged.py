@@ -81,6 +81,7 @@ class Jagged(Queries):
             _check_host_lengths(host_lengths, offsets, values.shape[0])
         self.values, self.offsets, self.max_seqlen = values, offsets, max_seqlen
         self._read_offsets(host_lengths)
+        self._checked = self._known, values.shape[0]
         self._container: Any = None  # the argument of wrap
         # of a KeyedJaggedTensor, whose segments are feature-major
         self.feature_keys: list[str] | None = None
@@ -122,6 +123,7 @@ class Jagged(Queries):
         _check_parts(f"{possessive(name)} ", values, offsets, max_seqlen)
         check_lengths(name, x, offsets)
         jagged = cls.unchecked(values, offsets, max_seqlen)
+        jagged._checked = jagged._known, values.shape[0]
         jagged._container, jagged.feature_keys = x, x.keys() if hasattr(x, "keys") else None
         return jagged
 
@@ -318,12 +320,16 @@ class Jagged(Queries):
         offsets, rows, device = self.offsets, self.num_rows, self.device
         if is_recording(device):
             return parse_segments(f"{possessive(name)} offsets", offsets, rows, device)
-        key = self.segmentation, rows, device
+        segmentation = self.segmentation
+        key = segmentation, rows, device
         if self._parsed is None or self._parsed[0] != key:
             name = f"{possessive(name)} offsets"
-            check_offsets(name, offsets, rows)  # values or offsets may be new ones
+            # values or offsets may be new ones, and `debug_checks` may be on now
+            if not (offsets.is_cpu and self._checked == key[:2]):
+                check_offsets(name, offsets, rows)
+            known = None if self._read is None else segmentation
             with outside_inference_mode():
-                segments = parse_segments(name, offsets, rows, device, self.known_segmentation())
+                segments = parse_segments(name, offsets, rows, device, known)
             self._parsed = key, segments
         return self._parsed[1]
 

@@ -39,9 +39,9 @@ class Sizes(NamedTuple):
     ) -> Sizes:
         """The checked sizes. TypeError or ValueError as `Jagged.prepare`."""
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        for name, size in sizes.items():
-            check_size(name, size)
+        for name, size in zip(cls._fields, (num_heads, num_kv_heads, head_dim)):
+            if type(size) is not int or size < 1:
+                check_size(name, size)
         check_kind("dtype", dtype, torch.dtype, "a torch.dtype")
         if num_heads % num_kv_heads:
             raise ValueError(
@@ -144,7 +144,8 @@ def _new_schedule(
             num_kv_heads=sizes.num_kv_heads,
         ),
         normal_form(queries.offsets, device),
-        normal_form(keys.offsets, device),
+        # those of the host are moved once
+        keys.parsed("keys").offsets if keys.offsets.is_cpu else normal_form(keys.offsets, device),
         mask=None if mask is None else list(mask.params),
         num_targets=None if targets is None else normal_form(targets, device),
         backward=on_host or torch.is_grad_enabled(),

@@ -183,10 +183,10 @@ def attention_forward(
     node clears the rows of out behind the last segment."""
     if _is_for_the_cpu(call.q, call.params.implementation):
         return cpu_forward(call)
-    from jagged_kernels.attention import op
+    from jagged_kernels.attention.op import launch, prepared, triton_attention
 
-    arguments, tiled = op.prepared(_with_schedule(call, trains))
-    out, lse = op.triton_attention(*arguments) if tiled is None else op.launch(*tiled, clears)
+    arguments, tiled = prepared(_with_schedule(call, trains))
+    out, lse = triton_attention(*arguments) if tiled is None else launch(*tiled, clears)
     return out, lse, arguments
 
 
@@ -227,12 +227,12 @@ def packed_gradients(
         if of_keys is not None:
             zeroed_behind(of_keys, k.shape[0])
     if do.is_cuda:
-        from jagged_kernels.attention import op
+        from jagged_kernels.attention.op import attention_packed_backward
 
         if q_shared:  # rows for each segment, then a sum in a fixed order
             parts = q.new_empty(do.shape[0], q.shape[1] * q.shape[2], dtype=torch.float32)
             outs = outs._replace(of_queries=parts)
-        op.attention_packed_backward(do, results, outs, *arguments)
+        attention_packed_backward(do, results, outs, *arguments)
         if q_shared:
             parts = torch.unflatten(outs.of_queries, 0, (do.shape[0] // len(q), len(q)))
             of_queries = parts.sum(0)

@@ -68,7 +68,8 @@ def encoder_node(
     layer: JaggedEncoderLayer, rows: Jagged, num_targets: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """The layer's result `[L, E]`, in the dtype that its modules give."""
-    x, of_dropout = rows.values, in_training(layer.dropout, layer.dropout.p)
+    x, norm1, norm2, dropout = rows.values, layer.norm1, layer.norm2, layer.dropout
+    attention, of_dropout = layer.attention, in_training(dropout, dropout.p)
 
     def residual(norm: nn.Module, columns: int) -> Residual:
         is_wide = torch.is_autocast_enabled(x.device.type) and type(norm) is RowNorm
@@ -76,14 +77,14 @@ def encoder_node(
         options = NormOptions.of(norm)
         return Residual(dtype, options, bool(layer.norm_first), result, of_dropout, columns)
 
-    around = residual(layer.norm1, bias_columns(x, dtype))
-    sides = layer.attention._sides(rows, None, num_targets, dtype)  # pyright: ignore[reportPrivateUsage]
-    *inputs, attention = node_arguments(layer.attention, x, layer.norm1, dtype, sides, around)
+    around = residual(norm1, bias_columns(x, dtype))
+    sides = attention._sides(rows, None, num_targets, dtype)  # pyright: ignore[reportPrivateUsage]
+    *inputs, of_attention = node_arguments(attention, x, norm1, dtype, sides, around)
     linears = layer.linear1, layer.linear2
     parameters = parameters_of(*linears)
     network = FeedForward(*kernels_activation(layer.activation), of_dropout)
-    call = EncoderCall(attention, network, residual(layer.norm2, 0))
-    return apply(_Node, *inputs, *norm_parameters(layer.norm2), *parameters, call)
+    call = EncoderCall(of_attention, network, residual(norm2, 0))
+    return apply(_Node, *inputs, *norm_parameters(norm2), *parameters, call)
 
 
 class _Node(torch.autograd.Function):

@@ -38,6 +38,7 @@ from .one_node import (
     linear,
     linear_gradients,
     node_dtype,
+    parameters_of,
     rounded_gemm_rows,
     rows_for_attention,
 )
@@ -156,25 +157,22 @@ def node_arguments(
     residual: Residual | None,
 ) -> tuple[Any, ...]:
     """`NodeInputs` and a `GDPACall`, for what `gdpa_node` takes."""
-    keys: Tensor
-    values: Tensor
-    if layer.config.num_weights:
-        keys, values = layer.key_weights, layer.value_weights
+    config, dropout = layer.config, layer.dropout
+    of_queries: Any = (None, None) if config.num_seeds else parameters_of(layer.q_proj)
+    if config.num_weights:
+        of_keys: Any = layer.key_weights, layer.value_weights
     else:
-        keys, values = layer.kv_proj.weight, layer.kv_proj.bias
-    of_queries: tuple[Any, Any] = (None, None)
-    if not layer.config.num_seeds:
-        of_queries = layer.q_proj.weight, layer.q_proj.bias
-    projections = *of_queries, keys, values, layer.out_proj.weight, layer.out_proj.bias
+        of_keys = parameters_of(layer.kv_proj)
+    projections: list[Any] = [*of_queries, *of_keys, *parameters_of(layer.out_proj)]
     of_heads: tuple[Any, Any] = (None, None)
     qk_eps: Any = None
-    if layer.config.qk_norm:
+    if config.qk_norm:
         of_heads, qk_eps = (layer.q_norm.weight, layer.k_norm.weight), layer.q_norm.eps
     weight, bias = (None, None) if norm is None else norm_parameters(norm)
-    inputs = NodeInputs(x, sides.context, weight, bias, *projections, *of_heads)
+    inputs = NodeInputs(x, sides.context, weight, bias, *[*projections, *of_heads])
     call = GDPACall(
         dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim, *sides[1:],
-        in_training(layer.dropout, layer.dropout.p), residual,
+        in_training(dropout, dropout.p), residual,
         None if qk_eps is None else as_constant(qk_eps),
     )  # fmt: skip
     return *inputs, call

@@ -147,12 +147,13 @@ def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
 def hstu_node(layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Arguments) -> Tensor:
     """The layer's update of rows x. end: of the rows, if only the device knows it: see
     `functional/tail.py`. arguments: of attention's operator. Its q, k and v are not read."""
+    norms = input_norm, output_norm = layer.input_norm, layer.output_norm
     plan = Plan(
         layer.num_heads, layer.linear_dim, layer.head_dim, autocast_dtype(x),
-        NormOptions.of(layer.input_norm), Gate(layer.dropout.p, NormOptions.of(layer.output_norm)),
+        NormOptions.of(input_norm), Gate(layer.dropout.p, NormOptions.of(output_norm)),
         layer.config.recompute,
     )  # fmt: skip
-    of_input, of_output = map(norm_parameters, (layer.input_norm, layer.output_norm))
+    of_input, of_output = map(norm_parameters, norms)
     projection = layer.uvqk_proj.weight, layer.uvqk_proj.bias
     _, _, _, segments, bias, *others = arguments
     result: Tensor = apply(

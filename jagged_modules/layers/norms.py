@@ -129,8 +129,8 @@ def make_norm(
 
 def norm_parameters(norm: nn.Module) -> tuple[Any, Any]:
     """Weight and bias, which is None for an RMSNorm."""
-    own: Any = norm
-    return own.weight, getattr(own, "bias", None)
+    own: Any = norm  # see `parameters_of`
+    return own._parameters["weight"], own._parameters.get("bias")
 
 
 class NormOptions(NamedTuple):

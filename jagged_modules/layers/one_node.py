@@ -170,7 +170,13 @@ def rounded_gemm_rows(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tens
 def rows_for_attention(x: Tensor, num_rows: int, end: Tensor | None) -> Tensor:
     """The projected rows x. Without an end, those that `gemm_rows` added are cut off; with one,
     attention skips them."""
-    return x[:num_rows] if end is None else x
+    return first_rows(x, num_rows) if end is None else x
+
+
+def first_rows(x: Tensor, num_rows: int) -> Tensor:
+    """The first rows of x. Itself if it has no others, as always in a graph: a view costs the host
+    more than the comparison."""
+    return x if x.shape[0] == num_rows else x[:num_rows]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -196,7 +202,8 @@ def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
         ones = dy.new_ones(dy.shape[0], 8)  # rows of 16 bytes
         return torch.mm(ones.t(), dy, out_dtype=torch.float32)[0].to(dtype)
     wide = torch.float32 if dy.dtype.itemsize == 2 else dy.dtype
-    return dy.sum(0, dtype=wide).to(dtype)
+    total = dy.sum(0, dtype=wide)
+    return total if wide == dtype else total.to(dtype)
 
 
 # of x, weight and bias of a `linear`; None where none is wanted
@@ -231,7 +238,7 @@ def linear_gradients(
             release(x)
     dx = product(dy, weight, x_dtype) if wanted[0] else None
     if dx is not None and num_rows is not None:
-        dx = dx[:num_rows]
+        dx = first_rows(dx, num_rows)
     if wanted[2] and dbias is None:
         dbias = bias_gradient(dy, dtype)
     return dx, dweight, dbias if wanted[2] else None
@@ -252,7 +259,7 @@ def node_dtype(
     if any([parameter is None for parameter in parameters]):
         return None
     dtype, dtypes = autocast_dtype(x), {parameter.dtype for parameter in parameters}
-    if len(dtypes) != 1 or autocast_dtype(parameters[0]) != dtype:
+    if len(dtypes) != 1 or (x.dtype not in dtypes and autocast_dtype(parameters[0]) != dtype):
         return None
     return dtype if dtype in dtypes_of("jagged_attention", x.device) else None
 

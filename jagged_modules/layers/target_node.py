@@ -40,6 +40,7 @@ from .one_node import (
     cast,
     dropout_gradient,
     dropped,
+    first_rows,
     gemm_rows,
     in_training,
     linear,
@@ -83,7 +84,8 @@ def target_node(
     if history.is_cpu and _has_few_candidates(layer, given, history, dtype):
         return _attend_without_projection(layer, given, history)
     schedule = given.levels[0].schedule(layer.num_heads, layer.head_dim, dtype)
-    dropout = in_training(layer.dropout, layer.dropout.p)
+    of_result = layer.dropout
+    dropout = in_training(of_result, of_result.p)
     of_weights = in_training(layer, layer.attention_dropout)
     call = TargetCall(given, layer.num_heads, dtype, schedule, dropout, of_weights)
     return apply(_Node, given.rows, history, *parameters_of(*linears), call)
@@ -159,7 +161,7 @@ class _Node(torch.autograd.Function):
             # in blocks as the end counts them
             rows = y if shape.numel() == shape[0] else y.view(*shape, y.shape[1])
             y, end = with_zero_tail(rows, end, *uncleared).flatten(0, -2), None
-        y = torch.unflatten(y[: shape.numel()], 0, shape)  # without what gemm_rows added
+        y = first_rows(y, shape.numel()).view(*shape, y.shape[1])  # without what gemm_rows added
         return with_zero_tail(y, end)
 
     @staticmethod
@@ -187,12 +189,12 @@ class _Node(torch.autograd.Function):
         dq, dkv = packed_gradients(do, [saved.out, saved.lse], False, *attention, rows=rows)
         release(saved.q, saved.k, saved.out, dh, do)
         of_q, of_keys = [of_targets, *of_q], [of_history, *of_keys]
-        dq = in_order(dq.flatten(1), saved.inverse)
+        dq = in_order(dq, saved.inverse)
         dtargets, *dq_proj = linear_gradients(
             dq, saved.targets, saved.q_weight, of_q, of_targets_dtype, dtype, num_rows=queries
         )
         if dtargets is not None:
-            dtargets = torch.unflatten(dtargets, 0, ctx.shape)
+            dtargets = dtargets.view(*ctx.shape, dtargets.shape[1])
         dhistory, *dkv_proj = linear_gradients(
             dkv, saved.history, saved.kv_weight, of_keys, of_history_dtype, dtype, num_rows=keys
         )
@@ -216,11 +218,11 @@ def _attended(
     history = rounded_gemm_rows(history, call.given.levels[0].end, dtype)
     num_rows = given_targets.shape[:-1].numel()
     q = rows_for_attention(linear(targets, q_weight, q_bias), num_rows, end)
-    q = torch.unflatten(in_order(q, order), 1, (heads, -1))
+    q = in_order(q, order)
+    q = q.view(q.shape[0], heads, q.shape[1] // heads)
     # keys are always cut: the backward counts the history's rows by them
-    kv = linear(history, kv_weight, kv_bias)[: given_history.shape[0]]
-    kv = torch.unflatten(kv, 1, (2 * heads, -1))
-    k, v = kv.chunk(2, 1)
+    kv = first_rows(linear(history, kv_weight, kv_bias), given_history.shape[0])
+    k, v = kv.view(kv.shape[0], 2, heads, kv.shape[1] // (2 * heads)).unbind(1)
     options = AttentionOptions(schedule=call.schedule, dropout_p=call.attention_dropout)
     attention = parsed_call(q, k, v, queries, keys, options).call
     trains = any(ctx.needs_input_grad)

@@ -40,45 +40,45 @@ STEPS = {
     "target, a map": (
         lambda: jm.JaggedTargetAttention(WIDTH, 2),
         lambda layer, x, t: layer(t[:, None], history(x), candidates()),
-        527,
+        514,
     ),
     "target, sorted": (
         lambda: jm.JaggedTargetAttention(WIDTH, 2),
         lambda layer, x, t: layer(
             t[:, None], history(x), jm.CandidateIndex.from_offsets(offsets_of_candidates())
         ),
-        555,
+        546,
     ),
     "target, a pair": (
         lambda: jm.JaggedTargetAttention(WIDTH, 2),
         lambda layer, x, t: layer((t, offsets_of_candidates()), history(x))[0],
-        608,
+        594,
     ),
     "target, a JaggedTensor": (
         lambda: jm.JaggedTargetAttention(WIDTH, 2),
         lambda layer, x, t: layer(t[:, None], jagged_tensor(x), candidates()),
-        529,
+        516,
     ),
     "self and target": (
         lambda: jm.JaggedSelfTargetAttention(WIDTH, 2),
         lambda layer, x, t: layer(history(x), t[:, None], candidates())[1],
-        512,
+        503,
     ),
-    "GDPA": (lambda: jm.JaggedGDPA(WIDTH, 2), lambda layer, x, t: layer(history(x))[0], 519),
+    "GDPA": (lambda: jm.JaggedGDPA(WIDTH, 2), lambda layer, x, t: layer(history(x))[0], 514),
     "blocks": (
         lambda: jm.BlockDiagonalSelfAttention(WIDTH, 2),
         lambda layer, x, t: layer(history(x))[0],
-        362,
+        360,
     ),
     "HSTU": (
         lambda: jm.HSTULayer(WIDTH, 2, config=jm.HSTUConfig(scaling_seqlen=100)),
         lambda layer, x, t: layer(history(x))[0],
-        675,
+        665,
     ),
     "encoder": (
         lambda: jm.JaggedEncoderLayer(WIDTH, 2, WIDTH),
         lambda layer, x, t: layer(history(x))[0],
-        826,
+        820,
     ),
 }
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import jagged_modules as jm
 from jagged_modules import schedule as schedule_module
+from jagged_modules import segments
 from jagged_modules.scalars import bucket_of
 from jagged_modules.segments import MAX_SCHEDULES
 
@@ -83,6 +84,22 @@ def test_a_write_to_the_offsets_is_noticed(through):
     for x in (jagged, copy):
         assert x.host_lengths.tolist() == [1, 3] and x.segmentation_id != key
     assert jagged.segmentation_id == copy.segmentation_id and not jagged.segmentation.schedules
+
+
+def test_host_offsets_are_checked_once_and_after_a_write(monkeypatch):
+    checked, check = [], segments._check_offset_values
+    monkeypatch.setattr(segments, "_check_offset_values", lambda *x: checked.append(check(*x)))
+    values, offsets = torch.randn(4, 8), torch.tensor([0, 2, 4])
+    jagged = jm.Jagged.wrap((values, offsets))
+    jagged.parsed("x")
+    jm.Jagged(values, offsets).parsed("x")
+    assert len(checked) == 2
+    offsets[1] = 5
+    with pytest.raises(ValueError, match="x's offsets must not decrease, got 5 then 4"):
+        jagged.parsed("x")
+    offsets[1], jagged.values = 3, values[:3]
+    with pytest.raises(ValueError, match="x's offsets must end at the number of rows, 3, got 4"):
+        jagged.parsed("x")
 
 
 def test_a_write_to_offsets_on_a_device_drops_the_lengths_that_were_given():

@@ -150,7 +150,7 @@ class AttentionParams(NamedTuple):
 
     @property
     def bias_kind(self) -> BiasKind | None:
-        if not self.has_bias:
+        if self.position_bias is None and self.time_bias is None:
             return None
         boundaries = 0 if self.time_bias is None else padded_dim(self.time_bias.shape[1] - 1)
         return BiasKind(

@@ -30,11 +30,8 @@ class TiledSegments(NamedTuple):
 
     @property
     def query_groups(self) -> int:
-        if self.q_offsets is self.kv_offsets:
-            return 1
-        return num_query_groups(
-            "q_offsets", self.q_offsets.shape[0] - 1, "kv_offsets", self.kv_offsets.shape[0] - 1
-        )
+        queries, keys = self.q_offsets.shape[0] - 1, self.kv_offsets.shape[0] - 1
+        return 1 if queries == keys else num_query_groups("q_offsets", queries, "kv_offsets", keys)
 
     @property
     def segments_per_group(self) -> int | None:

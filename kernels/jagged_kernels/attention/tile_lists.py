@@ -68,7 +68,7 @@ class _Layout(NamedTuple):
             if lists[i]:
                 segments = offsets[i].shape[0] - 1
                 # Multiples of 4, as kernels are compiled for pointers to 16 bytes.
-                slots[i] = cdiv(tile_capacity(rows, segments, heads, block), 4) * 4
+                slots[i] = (tile_capacity(rows, segments, heads, block) + 3) // 4 * 4
                 # find_tile divides first and last rows, not lengths: hence one more
                 programs[i] = (rows // (1 << log2_floor(block)) + segments + 1) if masked else 0
         size = cdiv(HEADER.value + 3 * sum(slots) + 2 * num_segments, 16) * 16
@@ -225,7 +225,7 @@ def _views(
             capacity = tile_capacity(rows, offsets[i].shape[0] - 1, heads, block)
             tiles = buffer.as_strided((capacity, 3), (3, 1), start)
             found.append((tiles, buffer.as_strided((2,), (1,), 4 * i)))
-            start += 3 * cdiv(capacity, 4) * 4
+            start += 3 * ((capacity + 3) // 4 * 4)
     return found
 
 

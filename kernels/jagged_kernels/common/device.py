@@ -18,7 +18,7 @@ def precision(x: Tensor) -> str:
     """Precision of fp32 MMAs, as `tl.dot` takes it. "bf16x6": six bf16 MMAs, which keep all 24 bits
     in a tenth of the time of fp32 FMAs. "tf32": if the user allows it with
     torch.set_float32_matmul_precision. "ieee": in Triton's interpreter, which has neither."""
-    if x.device.type != "cuda":
+    if not x.is_cuda:
         return "ieee"
     return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 

@@ -54,23 +54,17 @@ class CachedLaunches(JITFunction):
         self._positions: dict[tuple[type, ...], tuple] = {}
 
     def __getitem__(self, grid):
-        return functools.partial(self.run, grid=grid, warmup=False)
+        return functools.partial(self.launch, grid)
 
-    def run(self, *args, grid, warmup, **constants):
-        """As `JITFunction.run`."""
-        if (
-            warmup
-            or callable(grid)
-            or len(args) != len(self._rules)
-            or self.pre_run_hooks
-            or _is_observed()
-        ):
-            return super().run(*args, grid=grid, warmup=warmup, **constants)
+    def launch(self, grid, /, *args, **constants):
+        """As `JITFunction.run`, which also compiles without a launch."""
+        if callable(grid) or len(args) != len(self._rules) or self.pre_run_hooks or _is_observed():
+            return self.run(*args, grid=grid, warmup=False, **constants)
         device = ops.current_device()
         key = self._cache_key(device, args, constants)
         kernel, launch = self._compiled.get(key, _NOT_YET)
         if kernel is None:
-            kernel = super().run(*args, grid=grid, warmup=False, **constants)
+            kernel = self.run(*args, grid=grid, warmup=False, **constants)
             if kernel is not None:  # a hook of Triton's may have prevented the compilation
                 self._compiled[key] = kernel, _launcher(kernel, args, self._constants)
         else:
@@ -96,7 +90,6 @@ class CachedLaunches(JITFunction):
         specialised, unaligned = specialised(flat), 0
         for x in specialised:
             unaligned |= x.data_ptr()
-        backend = _backend(device)
         return (
             device,
             knobs.runtime.debug,
@@ -107,13 +100,13 @@ class CachedLaunches(JITFunction):
             *map(_DTYPE, tensors(flat)),
             *map(_BOX, described(flat)),
             unaligned % 16 and tuple([x.data_ptr() % 16 == 0 for x in specialised]),
-            *[specialisation(backend, flat[i], *rule) for i, rule in others],
+            *[describe(flat[i]) for i, describe in others],
         )
 
     def _find_positions(self, types: tuple[type, ...], args: tuple) -> tuple:
         """Functions that choose the tensors, those whose alignment counts, and the descriptors
         among arguments and items of these types; and the indices of those that have more than a
-        type, with their rules."""
+        type, with functions that describe them."""
         rules = []
         for x, rule in zip(args, self._rules):
             # Triton specialises all that is in a tuple
@@ -121,13 +114,13 @@ class CachedLaunches(JITFunction):
         tensors = [i for i, kind in enumerate(types) if kind in (torch.Tensor, torch.nn.Parameter)]
         described = [i for i, kind in enumerate(types) if issubclass(kind, Described)]
         others = [
-            i
+            (i, _describer(rules[i]) if kind is int else _describer(rules[i]).__wrapped__)
             for i, kind in enumerate(types)
             if kind not in (float, type(None)) and i not in (*tensors, *described)
         ]
         specialised = [i for i in tensors if all(rules[i][1:])]
         chosen = _choose(tensors), _choose(specialised), _choose(described)
-        return self._positions.setdefault(types, (*chosen, [(i, rules[i]) for i in others]))
+        return self._positions.setdefault(types, (*chosen, others))
 
 
 _DTYPE, _BOX = attrgetter("dtype"), attrgetter("box")
@@ -138,6 +131,14 @@ def _choose(indices: list[int]) -> Callable:
     if len(indices) > 1:
         return itemgetter(*indices)
     return itemgetter(slice(indices[0], indices[0] + 1) if indices else slice(0))
+
+
+@functools.cache
+def _describer(rule: tuple[bool, bool, bool]):
+    """How Triton describes an integer. A look-up takes a fifth of the time of its function, which
+    `__wrapped__` calls for arguments of other types. Batches have ever new numbers of rows."""
+    cached = functools.lru_cache(maxsize=4096)
+    return cached(lambda x: specialisation(_backend(ops.current_device()), x, *rule))
 
 
 def _is_observed() -> bool:

@@ -71,14 +71,14 @@ def traced_launches(folder: Path, capability: tuple[int, int]) -> Iterator[None]
     properties = SimpleNamespace(multi_processor_count=num_sms)
     trace = _Trace(folder, GPUTarget("cuda", 10 * capability[0] + capability[1], 32))
 
-    def launch(kernel, *args, grid, warmup, **options):
+    def run(kernel, *args, grid, warmup, **options):
         trace.launch(kernel, args, grid, options)
 
     with (
         mock.patch.object(torch.cuda, "get_device_capability", lambda *_: chosen),
         mock.patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
-        mock.patch.object(JITFunction, "run", launch),
-        mock.patch.object(CachedLaunches, "run", launch),
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(CachedLaunches, "__getitem__", JITFunction.__getitem__),
     ):
         device_properties.cache_clear()
         try:
