@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..dtypes import autocast_dtype
 from ..tracing import is_exporting
-from ..validation import transforms_are_active
 
 
 def apply(node: Any, *inputs: Any) -> Any:
@@ -22,11 +21,7 @@ def apply(node: Any, *inputs: Any) -> Any:
     if torch.is_grad_enabled() and not is_exporting():
         for x in inputs:
             if isinstance(x, Tensor) and x.requires_grad:
-                if torch.compiler.is_compiling() or transforms_are_active():
-                    return node.apply(*inputs)
-                # without what `node.apply` looks for among the inputs, for torch.func
-                of_base: Any = super(torch.autograd.Function, node)
-                return of_base.apply(*inputs)
+                return node.apply(*inputs)
     return node.forward(_NoBackward(len(inputs)), *inputs)
 
 
