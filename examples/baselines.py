@@ -7,7 +7,6 @@ to the training events, and to the validation events too. Its parameters are tho
 validation NDCG@10 when it is fitted to the training events.
 """
 
-import argparse
 import sys
 from itertools import product
 from operator import itemgetter
@@ -17,13 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 import trainer
-from data.forms import add_form_options
 from ranking_data import make_loader
 from sequence_data import SequenceBatch, SequenceDataset
 from torch.nn import functional
 from train_hstu import COLUMNS, load_datasets
 from training import (
-    HelpFormatter,
     check_at_least_1,
     next_item_metrics,
     pick_device,
@@ -153,12 +150,7 @@ def measure(datasets: Datasets, device: torch.device) -> dict[str, dict[str, Any
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n\n")[0], formatter_class=HelpFormatter
-    )
-    parser.add_argument("--data", help="log, or its folder; generated if not given")
-    add_form_options(parser)
-    parser.add_argument("--users", type=int, default=800, help="users of the generated log")
+    parser = trainer.log_parser(__doc__.partition("\n\n")[0])
     parser.add_argument("--seed", type=seed_number, default=0, help="seed of the generated log")
     parser.add_argument("--out", type=Path, help="file for the metrics; none if not given")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")

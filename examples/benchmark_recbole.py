@@ -24,19 +24,11 @@ import torch
 import trainer
 from baselines import Datasets, batches_of
 from data.event_log import EventLog
-from data.forms import add_form_options
 from ranking_data import first_of_equal
 from sequence_data import SequenceBatch
 from torch import nn
 from train_hstu import COLUMNS, load_datasets
-from training import (
-    HelpFormatter,
-    check_at_least_1,
-    next_item_metrics,
-    rank_unseen,
-    save_json,
-    seed_number,
-)
+from training import check_at_least_1, next_item_metrics, rank_unseen, save_json, seed_number
 
 NAME = "log"  # of the data set in RecBole
 SETTINGS = {  # of RecBole, for the split of train_hstu.py and losses that draw no items
@@ -121,12 +113,7 @@ def train(datasets: Datasets, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n\n")[0], formatter_class=HelpFormatter
-    )
-    parser.add_argument("--data", help="log, or its folder; generated if not given")
-    add_form_options(parser)
-    parser.add_argument("--users", type=int, default=800, help="users of the generated log")
+    parser = trainer.log_parser(__doc__.partition("\n\n")[0])
     parser.add_argument("--model", default="SASRec", help="name of the model in RecBole")
     parser.add_argument("--max-history", type=int, default=50, help="most inputs of a history")
     parser.add_argument(

@@ -60,13 +60,19 @@ SETTINGS = (
 )
 
 
-def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser of the options that all programs have. `defaults`: default values that differ
-    between programs."""
+def log_parser(description: str) -> argparse.ArgumentParser:
+    """A parser of the options of a log."""
     parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
     parser.add_argument("--data", help="log, or its folder; generated if not given")
     add_form_options(parser)
     parser.add_argument("--users", type=int, default=800, help="users of the generated log")
+    return parser
+
+
+def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser of the options that all programs that train have. `defaults`: default values that
+    differ between programs."""
+    parser = log_parser(description)
     parser.add_argument(
         "--compare", action="store_true", help="train all the models and print them side by side"
     )
