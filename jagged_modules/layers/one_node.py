@@ -75,8 +75,9 @@ def parameters_of(*modules: nn.Module) -> list[Any]:
     `module.parameters()` takes ten times longer, and an attribute of a module longer than one of
     other objects. By name: in a module whose weight was pruned or parametrised once, the bias comes
     first."""
-    owners: Any = [module._parameters for module in modules]
-    return [own[name] for own in owners for name in ("weight", "bias") if name in own]
+    owners: Any = modules
+    parameters = [module._parameters for module in owners]
+    return [x[name] for x in parameters for name in ("weight", "bias") if name in x]
 
 
 def _has_global_hooks() -> bool:
