@@ -336,7 +336,8 @@ def _state(module: nn.Module) -> _State | None:
         *[x.training for x in modules],
         *map(len, of_parts[0]),
         *map(len, of_parts[1]),
-        *map(id, tensors),
+        # None too: a parameter may have moved to another module
+        *[id(x) for parts in of_parts for part in parts for x in part.values()],
         *map(Tensor.data_ptr, tensors),
         *map(_DTYPE, tensors),
         *trained,

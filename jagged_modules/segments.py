@@ -268,7 +268,8 @@ class Queries:
     _known: Segmentation  # of the offsets when they were last read
     _read: tuple[Tensor, int] | None = None  # offsets of a device, and their version then
     _parsed: tuple[object, RowSegments] | None = None  # kept by `Jagged.parsed`
-    _checked: tuple[Segmentation, int] | None = None  # what offsets and rows were checked for
+    # offsets of the host that were checked, what was known of them, and for how many rows
+    _checked: tuple[Tensor, Segmentation, int] | None = None
 
     @property
     def segmentation(self) -> Segmentation:

@@ -81,7 +81,7 @@ class Jagged(Queries):
             _check_host_lengths(host_lengths, offsets, values.shape[0])
         self.values, self.offsets, self.max_seqlen = values, offsets, max_seqlen
         self._read_offsets(host_lengths)
-        self._checked = self._known, values.shape[0]
+        self._note_check()
         self._container: Any = None  # the argument of wrap
         # of a KeyedJaggedTensor, whose segments are feature-major
         self.feature_keys: list[str] | None = None
@@ -123,7 +123,7 @@ class Jagged(Queries):
         _check_parts(f"{possessive(name)} ", values, offsets, max_seqlen)
         check_lengths(name, x, offsets)
         jagged = cls.unchecked(values, offsets, max_seqlen)
-        jagged._checked = jagged._known, values.shape[0]
+        jagged._note_check()
         jagged._container, jagged.feature_keys = x, x.keys() if hasattr(x, "keys") else None
         return jagged
 
@@ -325,13 +325,19 @@ class Jagged(Queries):
         if self._parsed is None or self._parsed[0] != key:
             name = f"{possessive(name)} offsets"
             # values or offsets may be new ones, and `debug_checks` may be on now
-            if not (offsets.is_cpu and self._checked == key[:2]):
+            checked = self._checked
+            if checked is None or checked[0] is not offsets or checked[1:] != key[:2]:
                 check_offsets(name, offsets, rows)
             known = None if self._read is None else segmentation
             with outside_inference_mode():
                 segments = parse_segments(name, offsets, rows, device, known)
             self._parsed = key, segments
         return self._parsed[1]
+
+    def _note_check(self) -> None:
+        """Called after `_check_parts`, which reads no values while a graph is recorded."""
+        if self.offsets.is_cpu and values_are_checkable(self.offsets):
+            self._checked = self.offsets, self._known, self.num_rows
 
     def end(self, name: str) -> Tensor | None:
         """The parsed offsets, at whose end the rows of a layer end. None if the host knows it, or a

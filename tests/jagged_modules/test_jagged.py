@@ -100,6 +100,10 @@ def test_host_offsets_are_checked_once_and_after_a_write(monkeypatch):
     offsets[1], jagged.values = 3, values[:3]
     with pytest.raises(ValueError, match="x's offsets must end at the number of rows, 3, got 4"):
         jagged.parsed("x")
+    replaced = jm.Jagged(values, torch.tensor([0, 2, 4]))
+    replaced.offsets = torch.tensor([0, 2, 9])
+    with pytest.raises(ValueError, match="x's offsets must end at the number of rows, 4, got 9"):
+        replaced.parsed("x")
 
 
 def test_a_write_to_offsets_on_a_device_drops_the_lengths_that_were_given():

@@ -11,6 +11,7 @@ from row_stages import cleared, normed
 from tails import check, gemm_shapes, layer_case
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -585,9 +586,18 @@ def set_tensor(module, name):
     setattr(module, name, parameter.detach().cos())
 
 
+def pruned(layer):
+    """With linears whose weights were pruned: they come behind the biases."""
+    for module in layer.modules():
+        if type(module) is nn.Linear:
+            prune.identity(module, "weight")
+            prune.remove(module, "weight")
+
+
 @pytest.mark.parametrize(
     "name, change, count",
     [
+        *[(name, pruned, 1) for name in ("layer", "context", "candidates", "mlp", "encoder-first")],
         ("block", lambda layer: replaced(layer, "attention.q_proj"), 0),
         ("block", lambda layer: replaced(layer, "attention.dropout"), 0),
         ("block", lambda layer: replaced(layer, "norm"), 1),
