@@ -266,25 +266,29 @@ class Queries:
 
     offsets: Tensor
     _known: Segmentation  # of the offsets when they were last read
+    _known_of: Tensor | None = None  # these offsets, once they were read: others may be assigned
     _read: tuple[Tensor, int] | None = None  # offsets of a device, and their version then
     _parsed: tuple[object, RowSegments] | None = None  # kept by `Jagged.parsed`
-    # offsets of the host that were checked, what was known of them, and for how many rows
-    _checked: tuple[Tensor, Segmentation, int] | None = None
+    _checked: tuple[Segmentation, int] | None = None  # what offsets and rows were checked for
 
     @property
     def segmentation(self) -> Segmentation:
-        """What is known of the segments. A write to the offsets, or to a view, makes a new one."""
+        """What is known of the segments. Other offsets, or a write to these or a view, make a new
+        one."""
         offsets, read = self.offsets, self._read
         if read is not None and read[0] is offsets and not torch.compiler.is_compiling():
             if read[1] == offsets._version:
                 return self._known
-        self._read_offsets(known=self._known)
+        # `_known` may be of offsets that others have replaced
+        known = self._known if self._known_of is None or self._known_of is offsets else None
+        self._read_offsets(known=known)
         return self._known
 
     def _read_offsets(
         self, host_lengths: Tensor | None = None, known: Segmentation | None = None
     ) -> None:
         self._known = segmentation_of(self.offsets, host_lengths, known)
+        self._known_of = self.offsets
         on_device = _is_tracked(self.offsets) and not _on_host(self.offsets)
         self._read = (self.offsets, self.offsets._version) if on_device else None
 

@@ -217,7 +217,7 @@ class Jagged(Queries):
         if segmentation is None:
             jagged._read_offsets()
         else:
-            jagged._known = segmentation
+            jagged._known, jagged._known_of = segmentation, offsets
         return jagged
 
     def _check_rows(self, values: Tensor) -> None:
@@ -325,8 +325,7 @@ class Jagged(Queries):
         if self._parsed is None or self._parsed[0] != key:
             name = f"{possessive(name)} offsets"
             # values or offsets may be new ones, and `debug_checks` may be on now
-            checked = self._checked
-            if checked is None or checked[0] is not offsets or checked[1:] != key[:2]:
+            if self._checked != key[:2]:
                 check_offsets(name, offsets, rows)
             known = None if self._read is None else segmentation
             with outside_inference_mode():
@@ -337,7 +336,7 @@ class Jagged(Queries):
     def _note_check(self) -> None:
         """Called after `_check_parts`, which reads no values while a graph is recorded."""
         if self.offsets.is_cpu and values_are_checkable(self.offsets):
-            self._checked = self.offsets, self._known, self.num_rows
+            self._checked = self._known, self.num_rows
 
     def end(self, name: str) -> Tensor | None:
         """The parsed offsets, at whose end the rows of a layer end. None if the host knows it, or a

@@ -76,7 +76,7 @@ def load_projections(layer: nn.Module, linears: Sequence[Any]) -> None:
     load(own.q_proj, weight[:width], bias[:width])
     load(own.kv_proj, weight[width:], bias[width:])
     if isinstance(out, nn.Identity):
-        load(own.out_proj, torch.eye(width), None)
+        load(own.out_proj, torch.eye(width, device=weight.device), None)
         own.out_proj.requires_grad_(False)
     else:
         load(own.out_proj, *linear_of(f"attention[{len(parts)}]", out))

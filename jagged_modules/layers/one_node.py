@@ -76,8 +76,8 @@ def parameters_of(*modules: nn.Module) -> list[Any]:
     other objects. By name: in a module whose weight was pruned or parametrised once, the bias comes
     first."""
     owners: Any = modules
-    parameters = [module._parameters for module in owners]
-    return [x[name] for x in parameters for name in ("weight", "bias") if name in x]
+    names = "weight", "bias"
+    return [x[name] for owner in owners for x in [owner._parameters] for name in names if name in x]
 
 
 def _has_global_hooks() -> bool:

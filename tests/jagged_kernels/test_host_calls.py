@@ -52,7 +52,7 @@ STEPS = {
     "target, a pair": (
         lambda: jm.JaggedTargetAttention(WIDTH, 2),
         lambda layer, x, t: layer((t, offsets_of_candidates()), history(x))[0],
-        594,
+        595,
     ),
     "target, a JaggedTensor": (
         lambda: jm.JaggedTargetAttention(WIDTH, 2),

@@ -106,6 +106,20 @@ def test_host_offsets_are_checked_once_and_after_a_write(monkeypatch):
         replaced.parsed("x")
 
 
+def test_other_offsets_are_other_segments():
+    """Those that are assigned to a container after its first use, also to an unpickled one."""
+    layer, values = jm.JaggedGDPA(8, 2), torch.randn(5, 8)
+    used = jm.Jagged(values, torch.tensor([0, 2, 5]))
+    layer(used)
+    first = used.segmentation_id
+    for jagged in (used, pickle.loads(pickle.dumps(used))):
+        assert jagged.segmentation_id == first
+        jagged.offsets = torch.tensor([0, 4, 5])
+        assert jagged.segmentation_id != first
+        expected = layer(jm.Jagged(values, torch.tensor([0, 4, 5])))
+        torch.testing.assert_close(layer(jagged).values, expected.values)
+
+
 def test_a_write_to_offsets_on_a_device_drops_the_lengths_that_were_given():
     """Meta tensors count writes as tensors on a GPU do, and the host cannot read either."""
     offsets = torch.zeros(3, dtype=torch.int64, device="meta")
