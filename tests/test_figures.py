@@ -200,3 +200,29 @@ def test_costs_beside_recbole():
         padded = run["inputs"] if "RecBole" in run["model"] else 1
         assert number == f"{run['rows_of_an_epoch']:,}" == f"{targets * padded:,}"
         assert is_one_of(seconds, {run["cpu_seconds_of_an_epoch"]})
+
+
+def test_gains_of_other_public_models():
+    """Each row of the table in the guide of fuse_broadcasts is one or several of the record."""
+    record = read("examples/results/public-models-cpu.json")["rows"]
+    known = {(x["estimated_gain"], x["measured_gain"], *x["eager_ms"]) for x in record}
+    text = (ROOT / "docs/guides/broadcast.md").read_text(encoding="utf-8")
+    table = text.partition("public-models-cpu.json")[2].partition("Estimates below")[0]
+    rows = re.findall(
+        r"^\| [A-Z].*? \| .*?\| ([\d., ]+) \| ([\d., ]+) \| (.*) \|$", table, re.MULTILINE
+    )
+    assert len(rows) == 9
+    for estimated, measured, times in rows:
+        times = re.findall(r"([\d.,]+) → ([\d.]+)", times)
+        stated = zip(estimated.split(", "), measured.split(", "), times, strict=True)
+        for gain, found, (before, after) in stated:
+            before = before.replace(",", "")
+            rounded = (
+                (x, y, f"{a:.{decimals(before)}f}", f"{b:.{decimals(after)}f}")
+                for x, y, a, b in known
+            )
+            assert (float(gain), float(found), before, after) in rounded
+
+
+def decimals(number: str) -> int:
+    return len(number.partition(".")[2])

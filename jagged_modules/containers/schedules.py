@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
         """The checked sizes. TypeError or ValueError as `Jagged.prepare`."""
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         for name, size in zip(cls._fields, (num_heads, num_kv_heads, head_dim)):
-            if type(size) is not int or size < 1:
+            if type(size) is not int or size < 1:  # as they never are in a step: no call for each
                 check_size(name, size)
         check_kind("dtype", dtype, torch.dtype, "a torch.dtype")
         if num_heads % num_kv_heads:
