@@ -132,9 +132,11 @@ def _store_vectors(buffers, pieces):
 
 @gluon.jit
 def _make_table(ptr, w_ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
-    """What a layer's activation needs of its table, in shared memory: c0 and c1, with PReLU slope
-    and 1 - slope; with Dice also scale and shift, h = z (c0 + c1 tanh(scale z + shift)). Of the
-    last layer, c0 and c1 have the factor w."""
+    """What a layer's activation needs of its table, in shared memory: c0 and c1, with Dice also
+    scale and shift. Of the last layer, c0 and c1 have the factor w.
+
+    PReLU: h = c0 z + c1 |z|. Dice: h = z (c0 + c1 tanh(scale z + shift)).
+    """
     UNITS: gl.constexpr = OPTIONS.hidden[LAYER]
     rows, vectors = (), ()
     for row in gl.static_range(5 if OPTIONS.units == "dice" else 1):
@@ -143,9 +145,8 @@ def _make_table(ptr, w_ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
         vectors = vectors + (_make_vectors(LAYER, OPTIONS),)
     w = _load_pieces(w_ptr, 1, OPTIONS)
     for i in gl.static_range(len(rows[0])):
-        c0, c1 = rows[0][i], 1.0 - rows[0][i]
+        c0, c1 = 0.5 + 0.5 * rows[0][i], 0.5 - 0.5 * rows[0][i]
         if OPTIONS.units == "dice":
-            c0, c1 = 0.5 + 0.5 * c0, 0.5 * c1
             scale = 0.5 * rows[3][i] * rows[2][i]
             vectors[2][i].store(scale)
             vectors[3][i].store(0.5 * rows[4][i] - rows[1][i] * scale)
@@ -248,42 +249,28 @@ def _relu16(z):
 
 
 @gluon.jit
-def _prelu(z, slope):
-    """PReLU of z. The compiler makes three instructions of a selection, here it is two."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.f32 p, $1, 0f00000000; mov.f32 $0, $1; @!p mul.f32 $0, $1, $2; }",
-        "=&f,f,f", [z, slope], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _activate(z, buffers, LAYER: gl.constexpr, i: gl.constexpr, ACTIVATION, OPTIONS: gl.constexpr):
-    """h of a piece of a layer; with Dice of the last layer, w h."""
+    """h of a piece of a layer; with a table of the last layer, w h."""
     if not has_table(OPTIONS.units):
         return ACTIVATION(z, 1.0)[0] * OPTIONS.factors[0]
     else:
         vectors = buffers.tables[LAYER]
-        first = _of_columns(vectors[0][i], z)
+        first, second = _of_columns(vectors[0][i], z), _of_columns(vectors[1][i], z)
         if OPTIONS.units == "prelu":
-            return _prelu(z, first)
+            # of full rate: a selection would need a comparison, which has half of it
+            return first * z + second * gl.abs(z)
         else:
             t = _plus(z * _of_columns(vectors[2][i], z), vectors[3][i])
-            return z * (first + _of_columns(vectors[1][i], z) * _fast_tanh(t))
+            return z * (first + second * _fast_tanh(t))
 
 
 @gluon.jit
 def _weighted(x, buffers, i: gl.constexpr, ACTIVATION, OPTIONS: gl.constexpr):
-    """w h of a piece of the last layer, where x is h1 W2ᵀ. With PReLU it is less by w b2, which is
-    the same for all events: z = x + b2 is slope z + (1 - slope) (max(x, -b2) + b2)."""
-    bias = _of_columns(buffers.bias[i], x)
-    if OPTIONS.units == "prelu":
-        vectors = buffers.tables[1]
-        c0, c1 = _of_columns(vectors[0][i], x), _of_columns(vectors[1][i], x)
-        return c0 * x + c1 * gl.maximum(x, bias)
-    elif OPTIONS.units == "dice":
-        return _activate(x + bias, buffers, 1, i, ACTIVATION, OPTIONS)
+    """w h of a piece of the last layer, where x is h1 W2ᵀ."""
+    h = _activate(_plus(x, buffers.bias[i]), buffers, 1, i, ACTIVATION, OPTIONS)
+    if has_table(OPTIONS.units):
+        return h
     else:
-        h = _activate(x + bias, buffers, 1, i, ACTIVATION, OPTIONS)
         return h * _of_columns(buffers.weight[i], x)
 
 
@@ -420,11 +407,7 @@ def din_fwd_hopper_kernel(
     last_bias = gl.load(biases[1]).to(gl.float32)
     for i in gl.static_range(len(bias)):
         buffers.weight[i].store(weight[i])
-        if OPTIONS.units == "prelu":
-            buffers.bias[i].store(-bias[i])
-            last_bias += gl.sum(bias[i] * weight[i], 0)
-        else:
-            buffers.bias[i].store(bias[i])
+        buffers.bias[i].store(bias[i])
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
     columns = gl.arange(0, COPIES, layout=gl.SliceLayout(0, L))[None, :]
     units = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))[:, None]
