@@ -132,11 +132,9 @@ def _store_vectors(buffers, pieces):
 
 @gluon.jit
 def _make_table(ptr, w_ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
-    """What a layer's activation needs of its table, in shared memory: c0 and c1, with Dice also
-    scale and shift. Of the last layer, c0 and c1 have the factor w.
-
-    PReLU: h = c0 z + c1 |z|. Dice: h = z (c0 + c1 tanh(scale z + shift)).
-    """
+    """What a layer's activation needs of its table, in shared memory: c0 and c1, with PReLU slope
+    and 1 - slope; with Dice also scale and shift, h = z (c0 + c1 tanh(scale z + shift)). Of the
+    last layer, c0 and c1 have the factor w."""
     UNITS: gl.constexpr = OPTIONS.hidden[LAYER]
     rows, vectors = (), ()
     for row in gl.static_range(5 if OPTIONS.units == "dice" else 1):
@@ -145,8 +143,9 @@ def _make_table(ptr, w_ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
         vectors = vectors + (_make_vectors(LAYER, OPTIONS),)
     w = _load_pieces(w_ptr, 1, OPTIONS)
     for i in gl.static_range(len(rows[0])):
-        c0, c1 = 0.5 + 0.5 * rows[0][i], 0.5 - 0.5 * rows[0][i]
+        c0, c1 = rows[0][i], 1.0 - rows[0][i]
         if OPTIONS.units == "dice":
+            c0, c1 = 0.5 + 0.5 * c0, 0.5 * c1
             scale = 0.5 * rows[3][i] * rows[2][i]
             vectors[2][i].store(scale)
             vectors[3][i].store(0.5 * rows[4][i] - rows[1][i] * scale)
@@ -173,13 +172,19 @@ def _make_matrix(DTYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr)
     return gl.allocate_shared_memory(DTYPE, [ROWS, COLUMNS], SHARED)
 
 
+@gluon.constexpr_function
+def _second_columns(options):
+    """Columns of z2's MMA: with fewer MMAs of fewer columns each, it would take longer."""
+    return 1 << (options.hidden[1] - 1).bit_length() if options.hidden[1] > 8 else 8
+
+
 @gluon.jit
-def _make_second_piece(ptr, i: gl.constexpr, j: gl.constexpr, OPTIONS: gl.constexpr):
+def _make_second_piece(ptr, i: gl.constexpr, OPTIONS: gl.constexpr):
+    N: gl.constexpr = _second_columns(OPTIONS)
     K: gl.constexpr = OPTIONS.pieces[0][i][1]
-    N: gl.constexpr = OPTIONS.pieces[1][j][1]
     L: gl.constexpr = vector_layout(K)
     columns = OPTIONS.pieces[0][i][0] + gl.arange(0, K, layout=gl.SliceLayout(0, L))
-    rows = OPTIONS.pieces[1][j][0] + gl.arange(0, N, layout=gl.SliceLayout(1, L))
+    rows = gl.arange(0, N, layout=gl.SliceLayout(1, L))
     mask = (rows < OPTIONS.hidden[1])[:, None] & (columns < OPTIONS.hidden[0])[None, :]
     ptrs = ptr + rows[:, None] * OPTIONS.hidden[0] + columns[None, :]
     buffer = _make_matrix(ptr.dtype.element_ty, N, K)
@@ -189,13 +194,10 @@ def _make_second_piece(ptr, i: gl.constexpr, j: gl.constexpr, OPTIONS: gl.conste
 
 @gluon.jit
 def _make_second(ptr, OPTIONS: gl.constexpr):
-    """W2 in shared memory: for each piece of the first layer, those of the second one."""
+    """W2 in shared memory, a matrix for each piece of the first layer."""
     found = ()
     for i in gl.static_range(len(OPTIONS.pieces[0])):
-        pieces = ()
-        for j in gl.static_range(len(OPTIONS.pieces[1])):
-            pieces = pieces + (_make_second_piece(ptr, i, j, OPTIONS),)
-        found = found + (pieces,)
+        found = found + (_make_second_piece(ptr, i, OPTIONS),)
     return found
 
 
@@ -249,28 +251,42 @@ def _relu16(z):
 
 
 @gluon.jit
+def _prelu(z, slope):
+    """PReLU of z. The compiler makes three instructions of a selection, here it is two."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.f32 p, $1, 0f00000000; mov.f32 $0, $1; @!p mul.f32 $0, $1, $2; }",
+        "=&f,f,f", [z, slope], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _activate(z, buffers, LAYER: gl.constexpr, i: gl.constexpr, ACTIVATION, OPTIONS: gl.constexpr):
-    """h of a piece of a layer; with a table of the last layer, w h."""
+    """h of a piece of a layer; with Dice of the last layer, w h."""
     if not has_table(OPTIONS.units):
         return ACTIVATION(z, 1.0)[0] * OPTIONS.factors[0]
     else:
         vectors = buffers.tables[LAYER]
-        first, second = _of_columns(vectors[0][i], z), _of_columns(vectors[1][i], z)
+        first = _of_columns(vectors[0][i], z)
         if OPTIONS.units == "prelu":
-            # of full rate: a selection would need a comparison, which has half of it
-            return first * z + second * gl.abs(z)
+            return _prelu(z, first)
         else:
             t = _plus(z * _of_columns(vectors[2][i], z), vectors[3][i])
-            return z * (first + second * _fast_tanh(t))
+            return z * (first + _of_columns(vectors[1][i], z) * _fast_tanh(t))
 
 
 @gluon.jit
 def _weighted(x, buffers, i: gl.constexpr, ACTIVATION, OPTIONS: gl.constexpr):
-    """w h of a piece of the last layer, where x is h1 W2ᵀ."""
-    h = _activate(_plus(x, buffers.bias[i]), buffers, 1, i, ACTIVATION, OPTIONS)
-    if has_table(OPTIONS.units):
-        return h
+    """w h of a piece of the last layer, where x is h1 W2ᵀ. With PReLU it is less by w b2, which is
+    the same for all events: z = x + b2 is slope z + (1 - slope) (max(x, -b2) + b2)."""
+    bias = _of_columns(buffers.bias[i], x)
+    if OPTIONS.units == "prelu":
+        vectors = buffers.tables[1]
+        c0, c1 = _of_columns(vectors[0][i], x), _of_columns(vectors[1][i], x)
+        return c0 * x + c1 * gl.maximum(x, bias)
+    elif OPTIONS.units == "dice":
+        return _activate(x + bias, buffers, 1, i, ACTIVATION, OPTIONS)
     else:
+        h = _activate(x + bias, buffers, 1, i, ACTIVATION, OPTIONS)
         return h * _of_columns(buffers.weight[i], x)
 
 
@@ -316,15 +332,43 @@ def _start_first(buffers, step, num_rows):
 
 
 @gluon.jit
-def _start_second(h, buffers, j: gl.constexpr, DTYPE: gl.constexpr, OPTIONS: gl.constexpr):
-    """Start z2 of a piece, and its operands in registers."""
-    N: gl.constexpr = OPTIONS.pieces[1][j][1]
+def _start_second(h, buffers, DTYPE: gl.constexpr, OPTIONS: gl.constexpr):
+    """Start z2, and its operands in registers."""
+    N: gl.constexpr = _second_columns(OPTIONS)
     operands = (to_mma_operand(h[0], DTYPE, N),)
-    z = mma_abt(operands[0], buffers.second[0][j])
+    z = mma_abt(operands[0], buffers.second[0])
     for i in gl.static_range(1, len(h)):
         operands = operands + (to_mma_operand(h[i], DTYPE, N),)
-        z = mma_abt(operands[i], buffers.second[i][j], z)
+        z = mma_abt(operands[i], buffers.second[i], z)
     return z, operands
+
+
+@gluon.jit
+def _halves(z):
+    """The left and the right half of an MMA's columns, in the layout of MMAs."""
+    N: gl.constexpr = z.shape[1] // 2
+    L: gl.constexpr = mma_layout(BLOCK, N)
+    left, right = gl.split(z.reshape([BLOCK, 2, N]).permute((0, 2, 1)))
+    left = gl.convert_layout(left, L, assert_trivial=True)
+    return left, gl.convert_layout(right, L, assert_trivial=True)
+
+
+@gluon.jit
+def _first_columns(z, N: gl.constexpr):
+    if z.shape[1] == N:
+        return z
+    else:
+        return _first_columns(_halves(z)[0], N)
+
+
+@gluon.jit
+def _pieces_of_second(z, OPTIONS: gl.constexpr):
+    """The pieces of z2, without the columns behind them."""
+    if len(OPTIONS.pieces[1]) == 1:
+        return (_first_columns(z, OPTIONS.pieces[1][0][1]),)
+    else:
+        left, right = _halves(z)
+        return left, _first_columns(right, OPTIONS.pieces[1][1][1])
 
 
 @gluon.jit
@@ -344,20 +388,18 @@ def _tile(
         else:
             piece = _activate(_plus(z[i], buffers.a[i]), buffers, 0, i, ACTIVATION, OPTIONS)
         h = h + (piece,)
-    z2, operands = (), ()
-    for j in gl.static_range(SECOND):
-        part, used = _start_second(h, buffers, j, DTYPE, OPTIONS)
-        z2, operands = z2 + (part,), operands + used
+    z2, operands = _start_second(h, buffers, DTYPE, OPTIONS)
     if NEXT:
         next_z = _start_first(buffers, step + 1, find_tile(seen, BLOCK)[1])
-        found = warpgroup_mma_wait(FIRST, deps=z2 + operands)
+        found = warpgroup_mma_wait(FIRST, deps=(z2,) + operands)
     else:
         next_z = ()
-        found = warpgroup_mma_wait(0, deps=z2 + operands)
+        found = warpgroup_mma_wait(0, deps=(z2,) + operands)
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
     p = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, L)) + last_bias
+    z2 = _pieces_of_second(found[0], OPTIONS)
     for j in gl.static_range(SECOND):
-        s = gl.sum(_weighted(found[j], buffers, j, ACTIVATION, OPTIONS), 1)
+        s = gl.sum(_weighted(z2[j], buffers, j, ACTIVATION, OPTIONS), 1)
         p += gl.convert_layout(s, gl.SliceLayout(1, L), assert_trivial=True)
     acc, largest, total = sums
     if OPTIONS.softmax:
@@ -366,7 +408,7 @@ def _tile(
         new = gl.maximum(largest, gl.max(p, 0))
         p, rescale = gl.exp(p - new), gl.exp(largest - new)
         acc, total, largest = acc * rescale, total * rescale + p, new
-    of_tile = buffers.p.index(step & 1)
+    of_tile = buffers.p
     of_tile.permute((1, 0)).store(p.to(DTYPE)[:, None].broadcast_to([BLOCK, COPIES]))
     fence_async_shared()
     thread_barrier()
@@ -397,7 +439,7 @@ def din_fwd_hopper_kernel(
         make_barriers(STAGES, 1),
         _make_first(DTYPE, WIDTH, OPTIONS),
         _make_second(weights[1], OPTIONS),
-        gl.allocate_shared_memory(DTYPE, [2, COPIES, BLOCK], P),
+        gl.allocate_shared_memory(DTYPE, [COPIES, BLOCK], P),
         _make_vectors(0, OPTIONS),
         _make_vectors(1, OPTIONS),
         _make_vectors(1, OPTIONS),
@@ -407,7 +449,11 @@ def din_fwd_hopper_kernel(
     last_bias = gl.load(biases[1]).to(gl.float32)
     for i in gl.static_range(len(bias)):
         buffers.weight[i].store(weight[i])
-        buffers.bias[i].store(bias[i])
+        if OPTIONS.units == "prelu":
+            buffers.bias[i].store(-bias[i])
+            last_bias += gl.sum(bias[i] * weight[i], 0)
+        else:
+            buffers.bias[i].store(bias[i])
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
     columns = gl.arange(0, COPIES, layout=gl.SliceLayout(0, L))[None, :]
     units = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))[:, None]
