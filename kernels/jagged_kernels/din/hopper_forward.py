@@ -172,19 +172,13 @@ def _make_matrix(DTYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr)
     return gl.allocate_shared_memory(DTYPE, [ROWS, COLUMNS], SHARED)
 
 
-@gluon.constexpr_function
-def _second_columns(options):
-    """Columns of z2's MMA: with fewer MMAs of fewer columns each, it would take longer."""
-    return 1 << (options.hidden[1] - 1).bit_length() if options.hidden[1] > 8 else 8
-
-
 @gluon.jit
-def _make_second_piece(ptr, i: gl.constexpr, OPTIONS: gl.constexpr):
-    N: gl.constexpr = _second_columns(OPTIONS)
+def _make_second_piece(ptr, i: gl.constexpr, j: gl.constexpr, OPTIONS: gl.constexpr):
     K: gl.constexpr = OPTIONS.pieces[0][i][1]
+    N: gl.constexpr = OPTIONS.pieces[1][j][1]
     L: gl.constexpr = vector_layout(K)
     columns = OPTIONS.pieces[0][i][0] + gl.arange(0, K, layout=gl.SliceLayout(0, L))
-    rows = gl.arange(0, N, layout=gl.SliceLayout(1, L))
+    rows = OPTIONS.pieces[1][j][0] + gl.arange(0, N, layout=gl.SliceLayout(1, L))
     mask = (rows < OPTIONS.hidden[1])[:, None] & (columns < OPTIONS.hidden[0])[None, :]
     ptrs = ptr + rows[:, None] * OPTIONS.hidden[0] + columns[None, :]
     buffer = _make_matrix(ptr.dtype.element_ty, N, K)
@@ -194,10 +188,13 @@ def _make_second_piece(ptr, i: gl.constexpr, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _make_second(ptr, OPTIONS: gl.constexpr):
-    """W2 in shared memory, a matrix for each piece of the first layer."""
+    """W2 in shared memory: for each piece of the first layer, those of the second one."""
     found = ()
     for i in gl.static_range(len(OPTIONS.pieces[0])):
-        found = found + (_make_second_piece(ptr, i, OPTIONS),)
+        pieces = ()
+        for j in gl.static_range(len(OPTIONS.pieces[1])):
+            pieces = pieces + (_make_second_piece(ptr, i, j, OPTIONS),)
+        found = found + (pieces,)
     return found
 
 
@@ -332,43 +329,15 @@ def _start_first(buffers, step, num_rows):
 
 
 @gluon.jit
-def _start_second(h, buffers, DTYPE: gl.constexpr, OPTIONS: gl.constexpr):
-    """Start z2, and its operands in registers."""
-    N: gl.constexpr = _second_columns(OPTIONS)
+def _start_second(h, buffers, j: gl.constexpr, DTYPE: gl.constexpr, OPTIONS: gl.constexpr):
+    """Start z2 of a piece, and its operands in registers."""
+    N: gl.constexpr = OPTIONS.pieces[1][j][1]
     operands = (to_mma_operand(h[0], DTYPE, N),)
-    z = mma_abt(operands[0], buffers.second[0])
+    z = mma_abt(operands[0], buffers.second[0][j])
     for i in gl.static_range(1, len(h)):
         operands = operands + (to_mma_operand(h[i], DTYPE, N),)
-        z = mma_abt(operands[i], buffers.second[i], z)
+        z = mma_abt(operands[i], buffers.second[i][j], z)
     return z, operands
-
-
-@gluon.jit
-def _halves(z):
-    """The left and the right half of an MMA's columns, in the layout of MMAs."""
-    N: gl.constexpr = z.shape[1] // 2
-    L: gl.constexpr = mma_layout(BLOCK, N)
-    left, right = gl.split(z.reshape([BLOCK, 2, N]).permute((0, 2, 1)))
-    left = gl.convert_layout(left, L, assert_trivial=True)
-    return left, gl.convert_layout(right, L, assert_trivial=True)
-
-
-@gluon.jit
-def _first_columns(z, N: gl.constexpr):
-    if z.shape[1] == N:
-        return z
-    else:
-        return _first_columns(_halves(z)[0], N)
-
-
-@gluon.jit
-def _pieces_of_second(z, OPTIONS: gl.constexpr):
-    """The pieces of z2, without the columns behind them."""
-    if len(OPTIONS.pieces[1]) == 1:
-        return (_first_columns(z, OPTIONS.pieces[1][0][1]),)
-    else:
-        left, right = _halves(z)
-        return left, _first_columns(right, OPTIONS.pieces[1][1][1])
 
 
 @gluon.jit
@@ -388,18 +357,20 @@ def _tile(
         else:
             piece = _activate(_plus(z[i], buffers.a[i]), buffers, 0, i, ACTIVATION, OPTIONS)
         h = h + (piece,)
-    z2, operands = _start_second(h, buffers, DTYPE, OPTIONS)
+    z2, operands = (), ()
+    for j in gl.static_range(SECOND):
+        part, used = _start_second(h, buffers, j, DTYPE, OPTIONS)
+        z2, operands = z2 + (part,), operands + used
     if NEXT:
         next_z = _start_first(buffers, step + 1, find_tile(seen, BLOCK)[1])
-        found = warpgroup_mma_wait(FIRST, deps=(z2,) + operands)
+        found = warpgroup_mma_wait(FIRST, deps=z2 + operands)
     else:
         next_z = ()
-        found = warpgroup_mma_wait(0, deps=(z2,) + operands)
+        found = warpgroup_mma_wait(0, deps=z2 + operands)
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
     p = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, L)) + last_bias
-    z2 = _pieces_of_second(found[0], OPTIONS)
     for j in gl.static_range(SECOND):
-        s = gl.sum(_weighted(z2[j], buffers, j, ACTIVATION, OPTIONS), 1)
+        s = gl.sum(_weighted(found[j], buffers, j, ACTIVATION, OPTIONS), 1)
         p += gl.convert_layout(s, gl.SliceLayout(1, L), assert_trivial=True)
     acc, largest, total = sums
     if OPTIONS.softmax:
@@ -408,7 +379,7 @@ def _tile(
         new = gl.maximum(largest, gl.max(p, 0))
         p, rescale = gl.exp(p - new), gl.exp(largest - new)
         acc, total, largest = acc * rescale, total * rescale + p, new
-    of_tile = buffers.p
+    of_tile = buffers.p.index(step & 1)
     of_tile.permute((1, 0)).store(p.to(DTYPE)[:, None].broadcast_to([BLOCK, COPIES]))
     fence_async_shared()
     thread_barrier()
@@ -439,7 +410,7 @@ def din_fwd_hopper_kernel(
         make_barriers(STAGES, 1),
         _make_first(DTYPE, WIDTH, OPTIONS),
         _make_second(weights[1], OPTIONS),
-        gl.allocate_shared_memory(DTYPE, [COPIES, BLOCK], P),
+        gl.allocate_shared_memory(DTYPE, [2, COPIES, BLOCK], P),
         _make_vectors(0, OPTIONS),
         _make_vectors(1, OPTIONS),
         _make_vectors(1, OPTIONS),
