@@ -2,15 +2,14 @@
 HTTP to a server in another process."""
 
 import asyncio
+import gc
 import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,14 +20,17 @@ import httpx
 import numpy as np
 from prometheus_client import generate_latest
 from serving_app import Service
-from serving_batcher import Overloaded
+from serving_batcher import Overloaded, Waiting
 from serving_errors import STATUS
 from serving_rankers import NONE, NewEvents, Ranker, Request
 
 CONNECTIONS = 64  # that keep a server busy, to measure its capacity
 FOREVER = 1e9  # a deadline
 START_SECONDS = 300  # in which a server must answer
-# HTTP statuses, and seconds from the planned arrival to the answer
+# that the thread which sends rests at least: each time that it wakes up, it holds up the one that
+# scores. Requests that became due meanwhile are sent one after another
+REST_SECONDS = 5e-4
+# HTTP statuses, and seconds from the planned arrival to the answer if there are scores
 Answers = tuple[list[int], list[float]]
 Send = Callable[[Request], Awaitable[int]]  # the HTTP status of the answer
 
@@ -108,34 +110,25 @@ class InProcess:
         self.service = service
 
     def drive(self, requests: list[Request], arrivals: np.ndarray) -> Answers:
-        statuses = [0] * len(requests)
-        seconds = [0.0] * len(requests)
-        answered = threading.Semaphore(0)
-        begin = time.perf_counter()
-
-        def note(index: int, error: BaseException | None) -> None:
-            statuses[index], seconds[index] = (
-                status_of(error),
-                time.perf_counter() - begin - arrivals[index],
-            )
-            answered.release()
-
-        def note_answer(index: int, future: Future) -> None:
-            note(index, future.exception())
-
-        for index, request in enumerate(requests):
-            time.sleep(max(0.0, arrivals[index] - (time.perf_counter() - begin)))
+        sent: list[Waiting | Exception] = []
+        gc.freeze()  # the requests, of which a server has but those that wait
+        begin = time.monotonic()
+        planned = (begin + arrivals).tolist()
+        for request, arrival in zip(requests, planned, strict=True):
+            early = arrival - time.monotonic()
+            if early > 0:
+                time.sleep(max(early, REST_SECONDS))
             try:
-                waiting = self.service.batcher.submit(
-                    request, time.monotonic() + self.service.limits.deadline
-                )
+                deadline = time.monotonic() + self.service.limits.deadline
+                sent.append(self.service.batcher.submit(request, deadline))
             except Exception as error:
-                note(index, error)
-            else:
-                waiting.future.add_done_callback(partial(note_answer, index))
-        for _ in requests:
-            answered.acquire()
-        return statuses, seconds
+                sent.append(error)
+        errors = [x if isinstance(x, Exception) else x.future.exception() for x in sent]
+        seconds = [
+            x.answered - arrival if isinstance(x, Waiting) else 0.0
+            for x, arrival in zip(sent, planned, strict=True)
+        ]
+        return [*map(status_of, errors)], seconds
 
     def capacity(self, workload: Workload, seconds: float) -> float:
         """Of a full queue, until there is at least one answer. Refused requests are sent again."""

@@ -168,7 +168,7 @@ class Ranker(ABC):
             scores = self._score(_merged(requests)).float().cpu()
             if not np.isfinite(scores.numpy()).all():
                 raise FloatingPointError("the model's scores are not finite")
-            self._add_events([request for request in requests if request.stores_events])
+            self._add_events([x for x in requests if x.stores_events and len(x.events.item)])
         except BaseException:
             if self.cache is not None:
                 self.cache.evict([request.user for request in requests])
@@ -479,8 +479,8 @@ class RankingRanker(Ranker):
 
     def _windows(self, requests: Sequence[Request], count: int) -> tuple[NewEvents, list[int]]:
         """The last events of the users, one user after another, and their numbers."""
-        windows = [self.histories.window(x.user, x.events, count) for x in requests]
-        return joined(*windows), [len(window.item) for window in windows]
+        windows = [self.histories.parts(x.user, x.events, count) for x in requests]
+        return joined(*itertools.chain.from_iterable(windows)), [*map(_length, windows)]
 
     @torch.no_grad()
     def attention(self, user: int, candidates: np.ndarray) -> torch.Tensor | None:
@@ -535,11 +535,16 @@ class UserRows:
             self._free.append(self._row.pop(user))
 
 
-def _positioned(begins: dict[int, int], events: dict[int, NewEvents]) -> jm.Jagged:
+def _length(parts: Sequence[NewEvents]) -> int:
+    return sum([len(part.item) for part in parts])
+
+
+def _positioned(begins: dict[int, int], events: dict[int, list[NewEvents]]) -> jm.Jagged:
     """The items of the users' events, and their positions from `begins` on."""
-    lengths, begin = [len(x.item) for x in events.values()], np.array([begins[x] for x in events])
+    lengths, begin = [*map(_length, events.values())], np.array([begins[x] for x in events])
     position, _ = ranges(begin, begin + lengths)
-    return _jagged([np.concatenate([x.item for x in events.values()]), position], lengths)
+    items = [part.item for parts in events.values() for part in parts]
+    return _jagged([np.concatenate(items), position], lengths)
 
 
 class SequenceRanker(Ranker):
@@ -583,23 +588,27 @@ class SequenceRanker(Ranker):
 
     def _to_encode(
         self, requests: Sequence[Request]
-    ) -> tuple[dict[int, int], dict[int, NewEvents]]:
-        """How many cached events of each user stay, and the events that follow them, of users with
-        such events."""
+    ) -> tuple[dict[int, int], dict[int, list[NewEvents]]]:
+        """The events to encode of users with such events, in parts, and how many cached events of
+        each of them they follow."""
         users = [request.user for request in requests]
         missing = set(users if self.cache is None else self.cache.missing(users))
         begins, events = {}, {}
         for request in requests:
             user, new = request.user, len(request.events.item)
+            if not new and user not in missing:  # most requests
+                continue
             length = self.histories.length(user)
-            outgrown = new > 0 and length + new > self.max_history  # all positions change
-            encoded = user in missing or outgrown
+            # when a window is outgrown, all positions change
+            encoded = user in missing or length + new > self.max_history
             begins[user] = 0 if encoded else length
-            if encoded:
-                events[user] = self.histories.window(user, request.events, self.max_history)
-            elif new:  # most requests bring none
-                events[user] = request.events
-            self.counts["encoded" if encoded else "appended" if new else "reused"] += 1
+            events[user] = (
+                self.histories.parts(user, request.events, self.max_history)
+                if encoded
+                else [request.events]
+            )
+            self.counts["encoded" if encoded else "appended"] += 1
+        self.counts["reused"] += len(users) - len(events)
         return begins, events
 
     def _begin_anew(self, cache: jm.PagedHistoryCache, begins: dict[int, int]) -> None:
