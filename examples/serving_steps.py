@@ -164,9 +164,7 @@ class RankingStep(Step):
         )
 
 
-def written(
-    new: jm.HistoryCache, kept: jm.HistoryCache
-) -> tuple[jm.HistoryCache, jm.HistoryCache]:
+def written(new: jm.HistoryCache, kept: jm.HistoryCache) -> tuple[jm.HistoryCache, jm.HistoryCache]:
     """The whole histories, of which `kept` has no rows and `new` the rows of the one layer; and
     what remains to be written of them."""
     room = getattr(kept.layers[0], "room", None)
