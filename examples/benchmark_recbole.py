@@ -97,7 +97,7 @@ def train(datasets: Datasets, options: argparse.Namespace) -> dict[str, Any]:
     init_seed(config["seed"], config["reproducibility"])
     dataset = create_dataset(config)
     training, validation, _ = data_preparation(config, dataset)
-    model = get_model(config["model"])(config, training.dataset)
+    model = get_model(config["model"])(config, training.dataset).to(device)
     tokens = [str(item) for item in range(datasets["train"].log.num_items)]
     ids = torch.from_numpy(dataset.token2id("item_id", tokens)).to(device)
     batches = {name: batches_of(datasets[name], device) for name in ("valid", "test")}
