@@ -13,8 +13,8 @@ the models import for training alone is replaced by empty stand-ins where it is 
 times of the thread, on a GPU wall times of synchronised calls: the least of --calls calls of both
 in turn, with inputs that the example of the capture does not have. glibc gives memory of more than
 32 MB back at each free; the environment above keeps it, as other allocators do. Otherwise page
-faults are a large part of the time. --mode graphs replays a CUDA graph of the eager call; constants that a
-model makes on the host are copied to the device before, as a graph cannot.
+faults are a large part of the time. --mode graphs replays a CUDA graph of the eager call. Constants
+that a model makes on the host are copied to the device before, as a graph cannot copy them.
 """
 
 import argparse
