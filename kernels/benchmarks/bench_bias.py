@@ -28,6 +28,7 @@ from inputs import (
     by_rows,
     exact,
     leaves,
+    lognormal_lengths,
     named,
     offsets_of,
     pad,
@@ -338,14 +339,15 @@ def biases(problem: Callable[[], Problem]) -> Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A row of a table. ``jagged``: lengths that are uniform over 1..longest; otherwise they are
-    full."""
+    """A row of a table. ``jagged``: lengths that are uniform over 1..longest; ``mean``: that of
+    lognormal ones; otherwise they are full."""
 
     activation: str
     batch: int
     longest: int
     head_dim: int
     jagged: bool = False
+    mean: int = 0
 
     @property
     def table(self) -> str:
@@ -357,9 +359,13 @@ class Shape:
 
     @property
     def name(self) -> str:
-        return f"B{self.batch} N{'1..' if self.jagged else ''}{self.longest} D{self.head_dim}"
+        mean = f" mean {self.mean}" if self.mean else ""
+        low = "1.." if self.jagged else ""
+        return f"B{self.batch}{mean} N{low}{self.longest} D{self.head_dim}"
 
     def lengths(self) -> Tensor:
+        if self.mean:
+            return lognormal_lengths(self.batch, self.mean, self.longest, 1.1)
         return uniform_lengths(self.batch, 1 if self.jagged else self.longest, self.longest)
 
 
@@ -368,6 +374,11 @@ FULL = [
 ]
 FULL += [Shape(activation, 128, 1024, 64, jagged=True) for activation in ("silu", "softmax")]
 FULL += [Shape("silu", 32, 1024, 64)]
+FULL += [
+    Shape(activation, 128, 1024, dim, mean=474)
+    for activation in ("silu", "softmax")
+    for dim in (64, 128)
+]
 CPU = [
     Shape(activation, 16, 256, 64, jagged)
     for activation in ("silu", "softmax")

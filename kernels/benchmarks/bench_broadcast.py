@@ -262,11 +262,7 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
 
     def case(table: str, label: str, name: str, batch: tuple[int, int]) -> Case:
         return Case(
-            table,
-            label,
-            partial(compare, name, scale, batch, device, dtype),
-            wall=True,
-            picture="ms",
+            table, label, partial(compare, name, scale, batch, device, dtype), wall=1, picture="ms"
         )
 
     cases = [

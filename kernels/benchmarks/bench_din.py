@@ -240,7 +240,8 @@ FULL = (
     Sizes(512, 50, 50, 64),
     Sizes(4096, 1, 400, 64),
     Sizes(4096, 1, 50, 128),
-    Sizes(512, 50, 400, 128),
+    *(Sizes(512, 50, 400, 128, name) for name in ("relu", "prelu", "dice")),
+    *(Sizes(512, 50, 400, 128, name, mask="causal") for name in ("relu", "dice")),
 )
 CPU = Sizes(16, 50, 400, 64), Sizes(512, 1, 50, 128)
 TINY = tuple(

@@ -18,10 +18,12 @@ TFLOP/s count 4·H·D forward for each pair of a query and a key it sees and 2.5
 for every implementation alike. GB count q, k, v and the output once; in the backward q, k, v, the
 output's gradient and theirs. The floor is the time of these bytes or, where it is longer, of the
 FLOPs on an H200. Padded peers get padded inputs. The tables of wall time measure training steps
-with autograd's own threads, as by default, and with the backward in the caller's thread.
+with autograd's own threads, as by default, and with the backward in the caller's thread. Those of
+free-running steps do not wait for the device between steps, under bf16 autocast on CUDA.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
@@ -53,6 +55,7 @@ PADDED_HSTU = "bmm + silu + bmm, padded"
 HOST, DEVICE = f"{OURS}, lengths on the host", f"{OURS}, lengths on the device"
 LAYER, PADDED_LAYER = "JaggedTargetAttention", "nn.MultiheadAttention, padded"
 GRAPHED, COMPILED = f"{LAYER}, graphed", f"{LAYER}, compiled"
+SAME, ON_HOST = f"{LAYER}, the same objects", f"{LAYER}, offsets and map on the host"
 UNSORTED, ROUND_ROBIN = f"{OURS}, unsorted", f"{OURS}, sorted, round-robin"
 CALLER = "autograd in the caller's thread"
 
@@ -66,6 +69,8 @@ WIDE = "wide heads, causal"
 LONG = "long causal segments, with and without a schedule"
 ORDER = "order of tiles"
 WALL = "wall time of a training step"
+FREE = "free-running training steps"
+FREE_STEPS = 20  # from one synchronisation to the next
 
 
 # -- kernel time -----------------------------------------------------------------------------------
@@ -149,33 +154,55 @@ def orders(problem: Callable[[], Problem]) -> Setup:
 # -- wall time -------------------------------------------------------------------------------------
 
 
-def target_layer(device: str, dtype: torch.dtype, attention: Attention) -> Setup:
+def target_layer(
+    device: str, dtype: torch.dtype, attention: Attention, free: bool = False
+) -> Setup:
     """The layer step, with the gradients of all parameters, and new offsets in each call; also from
-    CUDA graphs, and compiled. nn.MultiheadAttention has the same parameters."""
+    CUDA graphs, and compiled. nn.MultiheadAttention has the same parameters. free: rows and
+    parameters are fp32, under autocast to dtype, and the candidates' users are a map."""
     counts, histories = attention.lengths
     width = attention.num_heads * attention.head_dim
     torch.manual_seed(0)
-    layer = jm.JaggedTargetAttention(width, attention.num_heads).to(device, dtype)
+    kept = torch.float32 if free else dtype
+    layer = jm.JaggedTargetAttention(width, attention.num_heads).to(device, kept)
     candidate_offsets, history_offsets = (offsets_of(x).to(device) for x in attention.lengths)
+    host_map = torch.arange(len(counts)).repeat_interleave(counts)
     shape = (int(counts.sum()), width)
     targets, history, grad = random_tensors(
-        device, dtype, shape, (int(histories.sum()), width), shape
+        device, kept, shape, (int(histories.sum()), width), shape
     )
+    grad = grad.to(dtype)
     inputs = leaves(targets=targets[:, None], history=history) | dict(layer.named_parameters())
+    autocast = partial(torch.autocast, device, dtype) if kept != dtype else contextlib.nullcontext
 
-    def ours(module: nn.Module = layer) -> Implementation:
+    def of(module: nn.Module, segments: Callable[[], tuple]) -> Implementation:
         def forward():
-            candidates = jm.CandidateIndex.from_offsets(candidate_offsets.detach())
-            return module(
-                inputs["targets"], (inputs["history"], history_offsets.detach()), candidates
-            )
+            offsets, candidates = segments()
+            return module(inputs["targets"], (inputs["history"], offsets), candidates)
 
         return Implementation(
             forward,
             inputs,
             lambda name, x: {"all": x[:, 0] if name in ("out", "dtargets") else x},
             grad[:, None],
+            around=autocast,
         )
+
+    def with_map(module: nn.Module = layer, where: str = device) -> Implementation:
+        """Its offsets and its map are new objects in each call."""
+        offsets, users = offsets_of(histories).to(where), host_map.to(where)
+        return of(module, lambda: (offsets.clone(), users.clone()))
+
+    def same() -> Implementation:
+        index = jm.CandidateIndex.from_map(host_map.to(device), len(counts))
+        return of(layer, lambda: (history_offsets, index))
+
+    def ours(module: nn.Module = layer) -> Implementation:
+        def segments():
+            index = jm.CandidateIndex.from_offsets(candidate_offsets.detach())
+            return history_offsets.detach(), index
+
+        return of(module, segments)
 
     def graphed() -> Implementation:
         return ours(jm.graphed(layer))
@@ -184,7 +211,7 @@ def target_layer(device: str, dtype: torch.dtype, attention: Attention) -> Setup
         return ours(torch.compile(layer))
 
     def padded() -> Implementation:
-        peer = nn.MultiheadAttention(width, attention.num_heads, batch_first=True).to(device, dtype)
+        peer = nn.MultiheadAttention(width, attention.num_heads, batch_first=True).to(device, kept)
         joined = {
             f"in_proj_{kind}": torch.cat([inputs[f"{x}.{kind}"] for x in ("q_proj", "kv_proj")])
             for kind in ("weight", "bias")
@@ -211,6 +238,7 @@ def target_layer(device: str, dtype: torch.dtype, attention: Attention) -> Setup
             pick,
             pad(grad, q_valid),
             note="padded inputs",
+            around=autocast,
         )
 
     def reference(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -235,12 +263,17 @@ def target_layer(device: str, dtype: torch.dtype, attention: Attention) -> Setup
             f"d{name}/all": y for name, y in (d | joined | {"targets": d["targets"][:, 0]}).items()
         }
 
-    return Setup(
-        {LAYER: ours, GRAPHED: graphed, COMPILED: compiled, PADDED_LAYER: padded},
-        reference,
-        dtype,
-        baseline=PADDED_LAYER,
-    )
+    if free:
+        implementations = {
+            SAME: same,
+            LAYER: with_map,
+            ON_HOST: partial(with_map, where="cpu"),
+            GRAPHED: lambda: with_map(jm.graphed(layer)),
+        }
+    else:
+        implementations = {LAYER: ours, GRAPHED: graphed, COMPILED: compiled}
+    implementations |= {PADDED_LAYER: padded}
+    return Setup(implementations, reference, dtype, baseline=PADDED_LAYER)
 
 
 def in_both_threads(setup: Callable[[], Setup]) -> Setup:
@@ -318,6 +351,8 @@ class Sizes:
     wide: list[Uniform]
     host_bound: Uniform  # so few rows that the host's time counts
     host_bound_histories: Lognormal
+    # heads, candidates of a user, their histories
+    free_running: list[tuple[int, int, Uniform]]
     file_batch: int
     file_dims: tuple[int, ...]
 
@@ -341,6 +376,7 @@ FULL = Sizes(
     wide=[Uniform(64, 1024, 1024, dim) for dim in (192, 256, 136, 160, 224)],
     host_bound=Uniform(32, 96, 96, 128),
     host_bound_histories=Lognormal(64, 100, 1000, 64),
+    free_running=[(2, 10, Uniform(64, 1, 99, 32)), (4, 20, Uniform(512, 1, 199, 32))],
     file_batch=1024,
     file_dims=(64, 128),
 )
@@ -354,6 +390,7 @@ CPU = dataclasses.replace(
     wide=[Uniform(4, 128, 128, 256)],
     host_bound=Uniform(4, 32, 32, 64),
     host_bound_histories=Lognormal(4, 50, 200, 64),
+    free_running=[(2, 10, Uniform(64, 1, 99, 32))],
     file_batch=32,
     file_dims=(64,),
 )
@@ -368,6 +405,7 @@ TINY = Sizes(
     wide=[Uniform(2, 8, 8, 136)],
     host_bound=Uniform(2, 5, 5, 8),
     host_bound_histories=Lognormal(2, 5, 10, 8),
+    free_running=[(2, 3, Uniform(4, 1, 9, 4))],
     file_batch=5,
     file_dims=(8,),
 )
@@ -467,7 +505,7 @@ def make_cases(device: str, tiny: bool, measured: Mapping[str, Tensor] | None = 
         add(ORDER, shape.name, orders, attention(shape.lengths(), shape.head_dim), picture="ms")
 
     def add_wall(name: str, setup: Callable[[], Setup]) -> None:
-        cases.append(Case(WALL, name, partial(in_both_threads, setup), wall=True, picture="ms"))
+        cases.append(Case(WALL, name, partial(in_both_threads, setup), wall=1, picture="ms"))
 
     for shape in (sizes.self_attention[1], sizes.host_bound):
         for causal, what, setup in (
@@ -487,6 +525,12 @@ def make_cases(device: str, tiny: bool, measured: Mapping[str, Tensor] | None = 
             f"target attention layer, new offsets, {history.name}",
             partial(target_layer, device, dtype, target),
         )
+    for heads, count, shape in sizes.free_running:
+        lengths = shape.lengths(), torch.full((shape.batch,), count)
+        target = Attention(lengths[1], heads, shape.head_dim, kv_lengths=lengths[0])
+        setup = partial(target_layer, device, dtype, target, free=True)
+        name = f"{shape.name} H{heads}, {count} candidates each"
+        cases.append(Case(FREE, name, setup, wall=FREE_STEPS, picture="ms"))
     return cases
 
 

@@ -14,7 +14,8 @@ order; the first one follows the check of each; on the leaderboard, unless --tog
 each has a process of its own and measures all its rounds at once). Each measurement follows a pause of {pause_s} s and is the median over about {rep_ms} ms after {warmup_ms} ms of warm-up. The better
 round is reported; all are saved. On CUDA, events around each call measure the device's time. Before each call the L2 cache is overwritten,
 and the device waits until the host has issued the whole call, so that launch gaps do not count. The host's time to issue the call has
-its own column. Tables of wall time measure host and device together, from one synchronisation to the next, {wall_factor} times as long.
+its own column. Tables of wall time measure host and device together, from one synchronisation to the next, {wall_factor} times as long; those
+of free-running steps synchronise after 20 of them.
 On the CPU: time.perf_counter. Forward runs without autograd. Forward+backward is forward, then torch.autograd.grad for all inputs; backward
 alone is the latter on a retained graph. Peak memory is what one call allocates above its inputs at most. Errors are relative, of the worst
 sampled row, against float64; the bound is {error_factor} times the error of plain torch in the case's dtype."""  # noqa: E501

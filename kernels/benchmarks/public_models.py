@@ -13,7 +13,8 @@ the models import for training alone is replaced by empty stand-ins where it is 
 times of the thread, on a GPU wall times of synchronised calls: the least of --calls calls of both
 in turn, with inputs that the example of the capture does not have. glibc gives memory of more than
 32 MB back at each free; the environment above keeps it, as other allocators do. Otherwise page
-faults are a large part of the time. --mode graphs replays a CUDA graph of the eager call.
+faults are a large part of the time. --mode graphs replays a CUDA graph of the eager call. Constants
+that a model makes on the host are copied to the device before, as a graph cannot copy them.
 """
 
 import argparse
@@ -34,6 +35,7 @@ import numpy as np
 import torch
 import torch._dynamo  # looks for installed packages, before there are stand-ins
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import jagged_modules as jm
@@ -280,17 +282,55 @@ def least_times(
     return [min(own) for own in times]
 
 
+class HostConstants(TorchDispatchMode):
+    """Keeps the copies to the device of tensors that a model makes on the host in each call, as a
+    capture cannot make them. All calls are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[Tensor] = []
+        self.number = 0
+
+    def copy(self, make: Callable[[], Tensor]) -> Tensor:
+        self.number += 1
+        if len(self.copies) < self.number:
+            self.copies.append(make())
+        return self.copies[self.number - 1]
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._to_copy.default:
+            device = kwargs.get("device")
+            if args[0].is_cpu and device is not None and device.type != "cpu":
+                return self.copy(lambda: function(*args, **kwargs))
+        elif function is torch.ops.aten.index.Tensor and not args[0].is_cpu:
+            x, indices = args
+            own = (
+                self.copy(partial(i.to, x.device)) if i is not None and i.is_cpu else i
+                for i in indices
+            )
+            args = x, list(own)
+        return function(*args, **kwargs)
+
+
 @torch.no_grad()
 def replayed(function: Callable[[], Any]) -> Callable[[], None]:
     """A CUDA graph of a call."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    constants = HostConstants()
+
+    def call() -> None:
+        constants.number = 0
+        with constants:
+            function()
+
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            function()
+            call()
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph):
-        function()
+        call()
     return graph.replay
 
 

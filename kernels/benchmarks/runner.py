@@ -139,8 +139,8 @@ class Case:
     Args:
         timed: False: only peak memory is measured.
         backward_alone: the backward is timed instead of forward+backward.
-        wall: on CUDA, the time of a step on host and device together is measured instead of the
-            device's.
+        wall: steps from one synchronisation to the next, on CUDA: their time on host and device
+            together is measured instead of the device's. 0: the device's.
         picture: column that the picture shows, "ms" or "speedup"; empty: work per time, and memory.
     """
 
@@ -149,7 +149,7 @@ class Case:
     setup: Callable[[], Setup]
     timed: bool = True
     backward_alone: bool = False
-    wall: bool = False
+    wall: int = 0
     picture: str = ""
 
 
@@ -303,19 +303,23 @@ def device_median_ms(
     return tuple(medians(rep_ms, 2 * host_ms))
 
 
-def wall_median_ms(call: Callable[[], object], rep_ms: float, warmup_ms: float) -> float:
-    """Median time in ms from the start of ``call`` until the device has done all of it."""
+def wall_median_ms(
+    call: Callable[[], object], rep_ms: float, warmup_ms: float, count: int = 1
+) -> float:
+    """Median time in ms, of each of ``count`` calls, from the start of the first one until the
+    device has done all."""
 
-    def step():
-        call()
+    def steps():
+        for _ in range(count):
+            call()
         torch.cuda.synchronize()
 
     torch.cuda.synchronize()
-    return host_median_ms(step, rep_ms, warmup_ms)
+    return host_median_ms(steps, rep_ms, warmup_ms) / count
 
 
 def measure_ms(
-    call: Callable[[], object], protocol: Protocol, wall: bool = False
+    call: Callable[[], object], protocol: Protocol, wall: int = 0
 ) -> tuple[float, float | None]:
     """One measurement after the protocol's pause: its time, and on CUDA the host's time to issue
     it, unless ``wall`` includes that."""
@@ -323,10 +327,8 @@ def measure_ms(
     if protocol.device == "cpu":
         return host_median_ms(call, protocol.rep_ms, protocol.warmup_ms), None
     if wall:
-        return (
-            wall_median_ms(call, WALL_FACTOR * protocol.rep_ms, WALL_FACTOR * protocol.warmup_ms),
-            None,
-        )
+        rep_ms, warmup_ms = (WALL_FACTOR * x for x in (protocol.rep_ms, protocol.warmup_ms))
+        return wall_median_ms(call, rep_ms, warmup_ms, wall), None
     return device_median_ms(call, protocol.rep_ms, protocol.warmup_ms)
 
 

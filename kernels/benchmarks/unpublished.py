@@ -1,6 +1,8 @@
 """Tables of the record without published figures: this project's own operators and settings."""
 
 import bench_attention
+import bench_bias
+import bench_din
 import bench_everyday
 import bench_layers
 import bench_levels
@@ -9,6 +11,7 @@ import bench_user_blocks
 import leaderboard
 import stu
 import torch
+from bench_bias import NO_BIAS, POSITION, POSITION_AND_TIME, name_of
 from bench_gdpa import FLEX
 from headline import Column, Headline, Row
 from names import DENSE_FLASH, FA2, INVARIANT, OURS, PORTABLE
@@ -21,7 +24,11 @@ SOURCE = "this project"
 
 PEAK = "forward_backward_peak_mb"
 BOARD = leaderboard.make_cases("cuda", False)
-WIDE = [x for x in bench_everyday.make_cases("cuda", False) if x.table == bench_everyday.WIDE]
+WIDE, FREE = (
+    [x for x in bench_everyday.make_cases("cuda", False) if x.table == table]
+    for table in (bench_everyday.WIDE, bench_everyday.FREE)
+)
+LAYERS = (bench_layers.SELF, bench_layers.TARGET)
 
 
 def board(key: str, table: str, caveat: str, columns: dict[str, str], peaks: dict[str, str]):
@@ -52,8 +59,9 @@ def with_memory(heading: str, name: str) -> tuple[Column, Column]:
 
 
 def of_cases(cases: list[Case]) -> dict:
-    """The table and the rows of a benchmark's cases."""
-    return dict(table=cases[0].table, rows=[Row(case.name, case.name) for case in cases])
+    """The first table and the rows of a benchmark's cases."""
+    rows = [Row(case.name, case.name, table=case.table) for case in cases]
+    return dict(table=cases[0].table, rows=rows)
 
 
 TABLES = [
@@ -194,6 +202,77 @@ TABLES = [
             Column("this project", MS, OURS),
         ],
         rows=[Row(name.rpartition(" ")[2], name) for name in sorted(case.name for case in WIDE)],
+    ),
+    Headline(
+        key="biases",
+        title="Attention with relative biases",
+        source=SOURCE,
+        published="ms, forward / forward + backward with the tables' gradients, causal, H=4, bf16.",
+        caveat=(
+            "flex_attention gets the buckets of times and the block mask made beforehand, and has"
+            " no SiLU. Ours keeps the buckets with the timestamps."
+        ),
+        op="bias",
+        columns=[
+            *(
+                Column(f"{heading}, {' and '.join(tables) or 'no bias'}", MS, name_of(name, tables))
+                for heading, name in (("flex", bench_bias.FLEX), ("this project", OURS))
+                for tables in (NO_BIAS, POSITION, POSITION_AND_TIME)
+                if tables or name == OURS
+            )
+        ],
+        table="",
+        rows=[
+            Row(
+                f"{case.table.partition(' ')[0].strip(',')}, {case.name}", case.name, "", case.table
+            )
+            for case in bench_bias.make_cases("cuda", False)
+        ],
+    ),
+    Headline(
+        key="din",
+        title="DIN's attention",
+        source=SOURCE,
+        published="ms, forward / forward + backward, lognormal histories, bf16.",
+        caveat="The GEMM has the forward's number of operations.",
+        op="din",
+        columns=[
+            Column("a row for each pair", MS, bench_din.MATERIALIZED),
+            Column("GEMM", "forward_ms", bench_din.GEMM),
+            Column("this project", MS, OURS),
+        ],
+        **of_cases(bench_din.make_cases("cuda", False)),
+    ),
+    Headline(
+        key="layers",
+        title="Layers beside their floor",
+        source=SOURCE,
+        published="ms, forward / forward + backward; MB; bf16 autocast, fp32 rows.",
+        caveat="The floor is the layer's GEMMs and attention alone.",
+        op="layers",
+        columns=[
+            *with_memory("a user's, compiled", bench_layers.USER),
+            Column("floor", MS, bench_layers.FLOOR),
+            *with_memory("this project", OURS),
+            *with_memory("compiled", bench_layers.COMPILED),
+        ],
+        **of_cases([x for x in bench_layers.make_cases("cuda", False) if x.table in LAYERS]),
+    ),
+    Headline(
+        key="free_running",
+        title="Free-running steps of a target attention layer",
+        source=SOURCE,
+        published="ms of a step, forward / forward + backward, host and device, bf16 autocast.",
+        caveat="Padded inputs are padded beforehand.",
+        op="everyday",
+        columns=[
+            Column("padded", MS, bench_everyday.PADDED_LAYER),
+            Column("the same objects", MS, bench_everyday.SAME),
+            Column("new offsets and map", MS, bench_everyday.LAYER),
+            Column("on the host", MS, bench_everyday.ON_HOST),
+            Column("by `jm.graphed`", MS, bench_everyday.GRAPHED),
+        ],
+        **of_cases(FREE),
     ),
     Headline(
         key="many_candidates",

@@ -40,7 +40,7 @@ def test_every_implementation_is_right_and_measured(tiny_run):
         assert (
             (row["forward_tflops"] is None)
             == (row["forward_gbytes"] is None)
-            == (row["table"] == bench.WALL)
+            == (row["table"] in (bench.WALL, bench.FREE))
         )
         names.setdefault((row["table"], row["case"]), []).append(row["implementation"])
     softmax = [bench.OURS, bench.PADDED]
@@ -58,6 +58,7 @@ def test_every_implementation_is_right_and_measured(tiny_run):
             [name for x in implementations for name in (x, f"{x}, {bench.CALLER}")]
             for implementations in (softmax, given, softmax, given, layers, layers)
         ],
+        bench.FREE: [[bench.SAME, bench.LAYER, bench.ON_HOST, bench.GRAPHED, bench.PADDED_LAYER]],
     }
     assert {
         table: [x for (other, _), x in names.items() if other == table] for table, _ in names
@@ -252,6 +253,8 @@ def test_full_sizes_are_those_of_the_tables():
         ),
         (bench.WALL, "target attention layer, new offsets, B512 mean 300 max 3000 sigma 1.1 D64"),
         (bench.WALL, "target attention layer, new offsets, B64 mean 100 max 1000 sigma 1.1 D64"),
+        (bench.FREE, "B64 N1..99 D32 H2, 10 candidates each"),
+        (bench.FREE, "B512 N1..199 D32 H4, 20 candidates each"),
     ]
     for shape in bench.FULL.medium:
         work = [lengths.square().sum().item() for lengths in (shape.lengths(), shape.full())]

@@ -10,9 +10,11 @@ import bench_attention
 import bench_batch_invariant
 import bench_bias
 import bench_block_attention
+import bench_din
 import bench_everyday
 import bench_gdpa
 import bench_jagged_ops
+import bench_layers
 import bench_levels
 import bench_linear_compress
 import bench_user_blocks
@@ -33,9 +35,11 @@ BENCHES = {
     "batch_invariant": bench_batch_invariant,
     "bias": bench_bias,
     "block_attention": bench_block_attention,
+    "din": bench_din,
     "everyday": bench_everyday,
     "gdpa": bench_gdpa,
     "jagged_ops": bench_jagged_ops,
+    "layers": bench_layers,
     "leaderboard": leaderboard,
     "levels": bench_levels,
     "linear_compress": bench_linear_compress,

@@ -1,6 +1,7 @@
 """The benchmark runner from command line to files, on the CPU with small row sums."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -217,16 +218,25 @@ def test_the_backward_alone_is_measured_on_a_kept_graph(tmp_path):
     assert "| backward ms |" in path.with_suffix(".md").read_text()
 
 
-def test_wall_time_ends_when_the_device_is_done(monkeypatch):
+@pytest.mark.parametrize("steps", [1, 3])
+def test_wall_time_ends_when_the_device_is_done(steps, monkeypatch):
     events = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("done"))
     wall_ms, host_ms = runner.measure_ms(
         lambda: events.append("call"),
         runner.Protocol("cuda", pause_s=0, warmup_ms=0, rep_ms=0),
-        True,
+        steps,
     )
     assert wall_ms >= 0 and host_ms is None
-    assert events == ["done", *["call", "done"] * 4]  # a call to warm up, and at least three
+    # to warm up, and at least three times
+    assert events == ["done", *[*["call"] * steps, "done"] * 4]
+
+
+def test_wall_time_is_of_each_step(monkeypatch):
+    times = itertools.count(step=60.0)  # seconds between two readings
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(runner.time, "perf_counter", lambda: next(times))
+    assert runner.wall_median_ms(lambda: None, 0.0, 0.0, 20) == 3000.0
 
 
 @pytest.mark.parametrize(("attainable", "floor_ms"), [((1e9, 1e6), 32e-3), ((1e6, 1e9), 256e-3)])
