@@ -133,6 +133,7 @@ class Ranker(ABC):
         dense.to(dtype)
         self.device = next(model.parameters()).device
         max_bytes, page_rows, cache_dtype = cache
+        self.rounds = cache_dtype is not None
         if page_rows is None:
             page_rows = PAGE_ROWS.get(self.device.type, 128)
         self.run: Any = jm.graphed(self.step, **GRAPHS) if graphs else self.step
@@ -454,8 +455,9 @@ class RankingRanker(Ranker):
         with self.stages("cache"):
             if fresh:
                 self._begin_anew(list(fresh))
-                # as of a next-item model: one user's events and scores are one replay
-                whole = ids if len(requests) == 1 else {}
+                # as of a next-item model: one user's events and scores are one replay. Those of rows
+                # in 8 bits are of what is read from the cache
+                whole = ids if len(requests) == 1 and not self.rounds else {}
                 scores = self.cache.append(list(fresh), events.pop("events"), whole=whole, **events)
                 if whole:
                     return scores
