@@ -19,9 +19,9 @@ from torchrec import EmbeddingBagCollection, JaggedTensor
 
 import jagged_modules as jm
 
-# of jm.graphed. Few capacities, so that few batches after the warm-up need a new graph, which takes
-# longer than many batches. Up to 1,024 rows, padding costs the device little; batches with more than
-# the last run without a graph
+# of jm.graphed. Few capacities, so that few batches after the warm-up need a new graph: requests
+# wait for it. Up to 1,024 rows, padding costs the device little; batches with more than the last
+# run without a graph
 GRAPHS = dict(capacities=[32, 256, *(2**n for n in range(10, 18))], max_graphs=128)
 
 
