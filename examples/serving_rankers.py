@@ -133,6 +133,7 @@ class Ranker(ABC):
         dense.to(dtype)
         self.device = next(model.parameters()).device
         max_bytes, page_rows, cache_dtype = cache
+        self.rounds = cache_dtype is not None
         if page_rows is None:
             page_rows = PAGE_ROWS.get(self.device.type, 128)
         self.run: Any = jm.graphed(self.step, **GRAPHS) if graphs else self.step
@@ -432,13 +433,18 @@ class RankingRanker(Ranker):
     def _cached_layer(self) -> CachedStep:
         layer = CachedStep(
             self.model.head.interaction,
-            append=lambda events, kept, whole, **others: self.run(
-                events=events, kept=kept, **whole, **others
-            ),
+            cache=self._cache,
+            append=lambda events, kept, ids: self.run(events=events, kept=kept, **ids),
         )
         # the histories to which it appends have no rows
         layer.append_reads_cache = layer.append_writes_pages = True
         return layer
+
+    def _cache(self, history: Any) -> jm.HistoryCache:
+        """The keys and values of ids of events, or of no rows."""
+        if isinstance(history, jm.Jagged):
+            return self.model.head.interaction.cache(history)
+        return self.run(**history)
 
     @property
     def longest_window(self) -> int:
@@ -452,13 +458,12 @@ class RankingRanker(Ranker):
         if self.cache is None:
             return self.run(**ids, **events)
         with self.stages("cache"):
+            if fresh and len(requests) == 1 and not self.rounds:
+                # one replay, as of a next-item model. For more users it takes longer than `put`
+                self._begin_anew(users)
+                return self.cache.append(users, events.pop("events"), ids=ids | events)
             if fresh:
-                self._begin_anew(list(fresh))
-                # as of a next-item model: one user's events and scores are one replay
-                whole = ids if len(requests) == 1 else {}
-                scores = self.cache.append(list(fresh), events.pop("events"), whole=whole, **events)
-                if whole:
-                    return scores
+                self.cache.put(list(fresh), events)
             kept = self._select(users)
         return self.run(**ids, kept=kept)
 

@@ -19,9 +19,10 @@ from torchrec import EmbeddingBagCollection, JaggedTensor
 
 import jagged_modules as jm
 
-# of jm.graphed. Few capacities, so that few batches after the warm-up need a new graph. Up to 1,024
-# rows, padding costs the device little; batches with more than the last run without a graph
-GRAPHS = dict(capacities=[16, 32, 64, 256, *(2**n for n in range(10, 18))], max_graphs=128)
+# of jm.graphed. Few capacities, so that few batches after the warm-up need a new graph: requests
+# wait for it. Up to 1,024 rows, padding costs the device little; batches with more than the last
+# run without a graph
+GRAPHS = dict(capacities=[32, 256, *(2**n for n in range(10, 18))], max_graphs=128)
 
 
 class FeatureTable:
@@ -131,19 +132,24 @@ class RankingStep(Step):
         return Inputs(**rows).to(self.dtype)
 
     def compute(self, kept: jm.HistoryCache | None = None, **ids: Any) -> Any:
-        """The logits [C]; with `kept`, of targets of cached histories.
+        """The logits [C]; with `kept`, of targets of cached histories. Without targets, the keys
+        and values of the events.
 
-        With `kept` and events, which follow these histories, a pair as of a layer's `append`: the
-        logits, if there are targets, and the events' keys and values, without those that are
-        written into the room of `kept`.
+        With `kept` and events, which follow these histories without rows, a pair as of a layer's
+        `append`: the logits, and the events' keys and values, without those that are written into
+        the room of `kept`.
         """
         head, x, added = self.model.head, self.inputs(**ids), None
+        if x.items is None:
+            return head.interaction.cache(head.encode(x)[0])
         if kept is None:
             return head(x)
         if x.history is not None:
-            kept, added = written(head.interaction.cache(head.encode(x)[0]), kept)
-            if x.items is None:
-                return None, added
+            room = getattr(kept.layers[0], "room", None)
+            kept = added = head.interaction.cache(head.encode(x)[0])
+            if room is not None:
+                kept = jm.HistoryCache((room.write(added.layers[0].values),))
+                added = jm.HistoryCache(())
         targets = head.targets(x)
         # the parts of models with a cache leave the users' vectors as they are
         interest = head.interaction.score(targets, kept).values
@@ -162,15 +168,6 @@ class RankingStep(Step):
         return sums_of_bags(
             self.model.item_bags, self.model.unpack.item_features, ids, self.item_widths
         )
-
-
-def written(new: jm.HistoryCache, kept: jm.HistoryCache) -> tuple[jm.HistoryCache, jm.HistoryCache]:
-    """The whole histories, of which `kept` has no rows and `new` the rows of the one layer; and
-    what remains to be written of them."""
-    room = getattr(kept.layers[0], "room", None)
-    if room is None:
-        return new, new
-    return jm.HistoryCache((room.write(new.layers[0].values),)), jm.HistoryCache(())
 
 
 def sums_of_bags(
