@@ -2,7 +2,7 @@
 examples/benchmark_recbole.py [--data PATH] [--model SASRec] [--set KEY=VALUE ...] [--out FILE]
 
 The split, the choice of the best epoch and the ranking are those of train_hstu.py, all else is
-RecBole's. It runs on the CPU. Ctrl-C ends the training, and the best epoch so far is tested.
+RecBole's. Ctrl-C ends the training, and the best epoch so far is tested.
 RecBole 1.2.1 needs older packages than it says:
 
     pip install recbole==1.2.1 "numpy<2" "pandas<3" "setuptools<81"
@@ -28,14 +28,20 @@ from ranking_data import first_of_equal
 from sequence_data import SequenceBatch
 from torch import nn
 from train_hstu import COLUMNS, load_datasets
-from training import check_at_least_1, next_item_metrics, rank_unseen, save_json, seed_number
+from training import (
+    check_at_least_1,
+    next_item_metrics,
+    pick_device,
+    rank_unseen,
+    save_json,
+    seed_number,
+)
 
 NAME = "log"  # of the data set in RecBole
 SETTINGS = {  # of RecBole, for the split of train_hstu.py and losses that draw no items
     "load_col": {"inter": ["user_id", "item_id", "timestamp"]},
     "eval_args": {"split": {"LS": "valid_and_test"}, "order": "TO", "mode": "full"},
     "train_neg_sample_args": None,
-    "use_gpu": False,
     "show_progress": False,
 }
 
@@ -61,8 +67,9 @@ def evaluate(
     for batch in batches:
         items = batch.ids["item"]
         lengths = items.lengths().long()
-        padded = torch.zeros(len(lengths), max_history, dtype=torch.int64)
-        padded[torch.arange(max_history) < lengths[:, None]] = ids[items.values()]
+        padded = ids.new_zeros(len(lengths), max_history)
+        place = torch.arange(max_history, device=ids.device)
+        padded[place < lengths[:, None]] = ids[items.values()]
         scores = model.full_sort_predict({"item_id_list": padded, "item_length": lengths})
         ranks.append(rank_unseen(scores[:, ids], batch.next_items(), batch.seen["seen"]))
     return next_item_metrics(torch.cat(ranks))
@@ -76,17 +83,24 @@ def train(datasets: Datasets, options: argparse.Namespace) -> dict[str, Any]:
     from recbole.utils import get_model, get_trainer, init_seed
 
     write_log(datasets["train"].log, Path(NAME))
-    own = {"data_path": ".", "MAX_ITEM_LIST_LENGTH": options.max_history, "seed": options.seed}
+    fixed = {
+        "data_path": ".",
+        "MAX_ITEM_LIST_LENGTH": options.max_history,
+        "seed": options.seed,
+        # RecBole sets the variable to it, and looks for no GPU if it is empty
+        "gpu_id": os.environ.get("CUDA_VISIBLE_DEVICES", "0") if options.device == "cuda" else "",
+    }
     given = dict(setting.split("=", 1) for setting in options.set)
     sys.argv[1:] = []  # which Config reads too
-    config = Config(options.model, NAME, config_dict=SETTINGS | own | given)
+    config = Config(options.model, NAME, config_dict=SETTINGS | fixed | given)
+    device = config["device"]
     init_seed(config["seed"], config["reproducibility"])
     dataset = create_dataset(config)
     training, validation, _ = data_preparation(config, dataset)
-    model = get_model(config["model"])(config, training.dataset)
+    model = get_model(config["model"])(config, training.dataset).to(device)
     tokens = [str(item) for item in range(datasets["train"].log.num_items)]
-    ids = torch.from_numpy(dataset.token2id("item_id", tokens))
-    batches = {name: batches_of(datasets[name], torch.device("cpu")) for name in ("valid", "test")}
+    ids = torch.from_numpy(dataset.token2id("item_id", tokens)).to(device)
+    batches = {name: batches_of(datasets[name], device) for name in ("valid", "test")}
     epochs: list[dict[str, float]] = []
     best: dict[str, Any] = {"ndcg@10": -1.0}
 
@@ -108,8 +122,13 @@ def train(datasets: Datasets, options: argparse.Namespace) -> dict[str, Any]:
     model.load_state_dict(best["weights"])
     test = evaluate(model, batches["test"], ids, options.max_history)
     packages = {name: version(name) for name in ("recbole", "torch", "numpy", "pandas")}
-    settings = {"seed": options.seed, "max_history": options.max_history, **given, **packages}
-    return {"settings": settings, "epochs": epochs, "best_epoch": best["epoch"], "test": test}
+    own = {name: getattr(options, name) for name in ("seed", "max_history", "device")}
+    return {
+        "settings": own | given | packages,
+        "epochs": epochs,
+        "best_epoch": best["epoch"],
+        "test": test,
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -121,6 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=seed_number, default=0, help="seed")
     parser.add_argument("--out", type=Path, help="file for the metrics; none if not given")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.set_defaults(intervals=False, relative_time=0)
     options = parser.parse_args(arguments)
@@ -130,6 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     out = options.out and options.out.resolve()
     try:
+        options.device = pick_device(options.device).type
         datasets = load_datasets(options)
     except (ValueError, OSError) as error:
         sys.exit(f"benchmark_recbole: {error}")

@@ -1,17 +1,19 @@
-"""Random requests, and two ways to send them at given times: into the queue of a service, or over
-HTTP to a server in another process."""
+"""Random requests, and ways to send them at given times: into the queue of a service, into those of
+services in several processes, or over HTTP to a server in another process."""
 
 import asyncio
+import gc
+import multiprocessing
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import cycle
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -21,14 +23,17 @@ import httpx
 import numpy as np
 from prometheus_client import generate_latest
 from serving_app import Service
-from serving_batcher import Overloaded
+from serving_batcher import Overloaded, Waiting
 from serving_errors import STATUS
 from serving_rankers import NONE, NewEvents, Ranker, Request
 
 CONNECTIONS = 64  # that keep a server busy, to measure its capacity
 FOREVER = 1e9  # a deadline
 START_SECONDS = 300  # in which a server must answer
-# HTTP statuses, and seconds from the planned arrival to the answer
+# that the thread which sends rests at least: each time that it wakes up, it holds up the one that
+# scores. Requests that became due meanwhile are sent one after another
+REST_SECONDS = 5e-4
+# HTTP statuses, and seconds from the planned arrival to the answer if there are scores
 Answers = tuple[list[int], list[float]]
 Send = Callable[[Request], Awaitable[int]]  # the HTTP status of the answer
 
@@ -79,8 +84,8 @@ class Target(Protocol):
     def drive(self, requests: list[Request], arrivals: np.ndarray) -> Answers:
         """Send each request at its time, whether or not earlier ones are answered."""
 
-    def capacity(self, workload: Workload, seconds: float) -> float:
-        """Answered requests per second, of as many as it can take."""
+    def capacity(self, requests: list[Request], seconds: float) -> float:
+        """Answered requests per second, of as many of these, again and again, as it can take."""
 
     def metrics(self) -> dict[str, float]:
         """The server's metrics, with all that was answered."""
@@ -108,39 +113,30 @@ class InProcess:
         self.service = service
 
     def drive(self, requests: list[Request], arrivals: np.ndarray) -> Answers:
-        statuses = [0] * len(requests)
-        seconds = [0.0] * len(requests)
-        answered = threading.Semaphore(0)
-        begin = time.perf_counter()
-
-        def note(index: int, error: BaseException | None) -> None:
-            statuses[index], seconds[index] = (
-                status_of(error),
-                time.perf_counter() - begin - arrivals[index],
-            )
-            answered.release()
-
-        def note_answer(index: int, future: Future) -> None:
-            note(index, future.exception())
-
-        for index, request in enumerate(requests):
-            time.sleep(max(0.0, arrivals[index] - (time.perf_counter() - begin)))
+        sent: list[Waiting | Exception] = []
+        gc.freeze()  # the requests, of which a server has but those that wait
+        begin = time.monotonic()
+        planned = (begin + arrivals).tolist()
+        for request, arrival in zip(requests, planned, strict=True):
+            early = arrival - time.monotonic()
+            if early > 0:
+                time.sleep(max(early, REST_SECONDS))
             try:
-                waiting = self.service.batcher.submit(
-                    request, time.monotonic() + self.service.limits.deadline
-                )
+                deadline = time.monotonic() + self.service.limits.deadline
+                sent.append(self.service.batcher.submit(request, deadline))
             except Exception as error:
-                note(index, error)
-            else:
-                waiting.future.add_done_callback(partial(note_answer, index))
-        for _ in requests:
-            answered.acquire()
-        return statuses, seconds
+                sent.append(error)
+        errors = [x if isinstance(x, Exception) else x.future.exception() for x in sent]
+        seconds = [
+            x.answered - arrival if isinstance(x, Waiting) else 0.0
+            for x, arrival in zip(sent, planned, strict=True)
+        ]
+        return [*map(status_of, errors)], seconds
 
-    def capacity(self, workload: Workload, seconds: float) -> float:
+    def capacity(self, requests: list[Request], seconds: float) -> float:
         """Of a full queue, until there is at least one answer. Refused requests are sent again."""
         waiting, answered, begin = None, [], time.monotonic()
-        for request in cycle(workload.requests(4 * self.service.limits.batches.max_queue)):
+        for request in cycle(requests):
             while (taken := time.monotonic() - begin) < seconds or not answered:
                 try:
                     waiting = self.service.batcher.submit(request, FOREVER)
@@ -159,6 +155,88 @@ class InProcess:
         # Requests are answered before they are in the metrics.
         self.service.batcher.between_batches(lambda: None).result()
         return parse_metrics(generate_latest(self.service.metrics.registry).decode())
+
+
+class Processes(AbstractContextManager):
+    """Services in processes of their own, which share the machine and its GPU, and the threads that
+    send beside them. All requests of a user go to one process, where its history is.
+
+    serve: makes the target of a process from these arguments, which are pickled.
+    """
+
+    def __init__(
+        self, count: int, serve: Callable[..., AbstractContextManager[Target]], *arguments: Any
+    ):
+        spawn = multiprocessing.get_context("spawn")  # a fork cannot use CUDA
+        self.connections, self.processes = [], []
+        for _ in range(count):
+            own, other = spawn.Pipe()
+            process = spawn.Process(
+                target=_answer_calls, args=(other, serve, *arguments), daemon=True
+            )
+            process.start()
+            other.close()  # so that the end of the process is noticed
+            self.connections.append(own)
+            self.processes.append(process)
+        self._results()
+
+    def __exit__(self, *error: Any) -> None:
+        for connection, process in zip(self.connections, self.processes, strict=True):
+            connection.close()
+            process.join()
+
+    def drive(self, requests: list[Request], arrivals: np.ndarray) -> Answers:
+        parts = self._parts(requests)
+        answers = self._call(
+            "drive", [([requests[i] for i in part], arrivals[part]) for part in parts]
+        )
+        statuses, seconds = [0] * len(requests), [0.0] * len(requests)
+        for part, answer in zip(parts, answers, strict=True):
+            for i, status, taken in zip(part.tolist(), *answer, strict=True):
+                statuses[i], seconds[i] = status, taken
+        return statuses, seconds
+
+    def capacity(self, requests: list[Request], seconds: float) -> float:
+        parts = self._parts(requests)
+        return sum(
+            self._call("capacity", [([requests[i] for i in part], seconds) for part in parts])
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """The sums."""
+        total: Counter[str] = Counter()
+        for found in self._call("metrics", [()] * len(self.processes)):
+            total.update(found)
+        return dict(total)
+
+    def _parts(self, requests: list[Request]) -> list[np.ndarray]:
+        """The places of the requests of each process."""
+        process = np.array([x.user for x in requests]) % len(self.processes)
+        return [np.flatnonzero(process == i) for i in range(len(self.processes))]
+
+    def _call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The method in all processes at once."""
+        for connection, given in zip(self.connections, arguments, strict=True):
+            connection.send((name, given))
+        return self._results()
+
+    def _results(self) -> list[Any]:
+        """EOFError if a process ended."""
+        return [connection.recv() for connection in self.connections]
+
+
+def _answer_calls(
+    connection: Connection, serve: Callable[..., AbstractContextManager[Target]], *arguments: Any
+) -> None:
+    """What a process of `Processes` does, until the other end of the connection is closed."""
+    with serve(*arguments) as target:
+        connection.send(None)
+        while True:
+            try:
+                name, given = connection.recv()
+            except EOFError:
+                return
+            connection.send(getattr(target, name)(*given))
 
 
 class OverHTTP(AbstractContextManager):
@@ -190,17 +268,17 @@ class OverHTTP(AbstractContextManager):
     def drive(self, requests: list[Request], arrivals: np.ndarray) -> Answers:
         return asyncio.run(self._with_client(lambda send: drive(send, requests, arrivals)))
 
-    def capacity(self, workload: Workload, seconds: float) -> float:
+    def capacity(self, requests: list[Request], seconds: float) -> float:
         """Of `CONNECTIONS` clients that each send the next request when the last one was
         answered."""
 
         async def run(send: Send) -> float:
-            begin, answered, requests = time.monotonic(), 0, cycle(workload.requests(2000))
+            begin, answered, endless = time.monotonic(), 0, cycle(requests)
 
             async def client() -> None:
                 nonlocal answered
                 while time.monotonic() - begin < seconds:
-                    answered += await send(next(requests)) == 200
+                    answered += await send(next(endless)) == 200
 
             await asyncio.gather(*(client() for _ in range(CONNECTIONS)))
             return answered / (time.monotonic() - begin)

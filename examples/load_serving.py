@@ -13,8 +13,9 @@ The ways to serve that are compared: with each budget of --cache-mb, with pages 
 and with --padded FILE, a model of train_dlrm.py --interaction padded, which replicates the user's
 history per candidate: as it is, and through `fuse_broadcasts`.
 
-The queue, batches and the model are in this process, without HTTP. With --http they are in a
-process of their own, `serve_ranking.py`.
+The queue, batches and the model are in this process, without HTTP. With --processes they are in so
+many processes, each with a part of the users. With --http they are in a process of their own,
+`serve_ranking.py`.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from checkpoints import load_weights
-from load_generator import InProcess, OverHTTP, Target, Workload
+from load_generator import InProcess, OverHTTP, Processes, Target, Workload
 from matplotlib import style
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -42,6 +43,7 @@ from serving_rankers import Ranker
 from training import PICTURE_STYLE, HelpFormatter, pick_device, write_atomically
 
 FRACTIONS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.2)  # of the throughput of a full queue
+REPEATED = 4000  # requests, to measure the throughput of a full queue
 STAGES = ("queue", "lookup", "cache", "score")
 
 
@@ -186,9 +188,13 @@ class Way:
 def serve(
     ranker: Ranker, way: Way, options: argparse.Namespace, candidates: int
 ) -> Iterator[Target]:
-    """The ranker behind a queue, in this process or, made anew, in another one."""
+    """The ranker behind a queue, in this process or, made anew, in others."""
     if options.http:
         with OverHTTP(ranker, *way.server_options(options)) as target:
+            yield target
+        return
+    if options.processes > 1:
+        with Processes(options.processes, serve_alone, way, options, candidates) as target:
             yield target
         return
     ranker.forget()
@@ -206,12 +212,22 @@ def serve(
     service.batcher.close()
 
 
+@contextmanager
+def serve_alone(way: Way, options: argparse.Namespace, candidates: int) -> Iterator[Target]:
+    """A new ranker behind a queue, in this process."""
+    options.processes = 1
+    torch.set_num_threads(options.threads)
+    with serve(way.make_ranker(options), way, options, candidates) as target:
+        yield target
+
+
 def run(
     target: Target, workload: Workload, options: argparse.Namespace, model: str, way: str
 ) -> list[Result]:
     """The results at all rates."""
-    target.capacity(workload, options.warm_up)  # fills the cache
-    capacity = target.capacity(workload, options.warm_up)
+    requests = workload.requests(REPEATED)
+    target.capacity(requests, options.warm_up)  # fills the cache
+    capacity = target.capacity(requests, options.warm_up)
     rates = options.rates or [fraction * capacity for fraction in options.fractions]
     if options.soak:
         rates = [options.soak_fraction * capacity] * round(options.soak / options.seconds)
@@ -519,6 +535,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="serve in a process of its own, and send the requests over HTTP",
     )
     parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        help="serve in so many processes, each with a part of the users",
+    )
+    parser.add_argument(
         "--batches",
         type=int,
         default=0,
@@ -536,6 +558,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if (options.weights is None) == (options.from_json is None):
         parser.error("give either --weights or --from-json")
+    if options.http and options.processes > 1:
+        parser.error("give either --http or --processes")
     if options.http and options.padded:
         parser.error("--padded cannot be measured with --http: servers do not replicate histories")
     return options

@@ -205,8 +205,9 @@ class Service:
         self.metrics.candidates.inc(
             sum(len(x.request.candidates) for x in batch if x.future.exception() is None)
         )
+        queue = self.metrics.stages.labels("queue")
         for waiting in batch:
-            self.metrics.stages.labels("queue").observe(waiting.queued_seconds)
+            queue.observe(waiting.queued_seconds)
         for name, seconds in self.ranker.stages.seconds.items():
             self.metrics.stages.labels(name).observe(seconds)
         if time.monotonic() >= self._trims_at:

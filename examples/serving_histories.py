@@ -95,15 +95,23 @@ class Histories:
 
     def window(self, user: int, events: NewEvents, count: int) -> NewEvents:
         """The last `count` events of a user's history and these new ones."""
+        return joined(*self.parts(user, events, count))
+
+    def parts(self, user: int, events: NewEvents, count: int) -> list[NewEvents]:
+        """`window` in parts, which are views: a batch joins those of all its users at once."""
+        parts = []
+        for part in (events, self._added.get(user, NONE)):
+            if len(part.item) and count:
+                parts.append(_last(part, count))
+                count -= len(parts[-1].item)
         rows = self._rows(user)
         rows = slice(max(rows.start, rows.stop - count), rows.stop)
-        known = NewEvents(self._item[rows], self._rating[rows])
-        return _last(joined(known, self._added.get(user, NONE), events), count)
+        return [NewEvents(self._item[rows], self._rating[rows]), *reversed(parts)]
 
     def _rows(self, user: int) -> slice:
         """The rows of the user's events of the log."""
         user = min(user, self.num_users)
-        return slice(int(self._offsets[user]), int(self._offsets[user + 1]))
+        return slice(self._offsets.item(user), self._offsets.item(user + 1))
 
 
 def _last(events: NewEvents, count: int) -> NewEvents:
@@ -111,4 +119,5 @@ def _last(events: NewEvents, count: int) -> NewEvents:
 
 
 def joined(*events: NewEvents) -> NewEvents:
-    return NewEvents(*(np.concatenate(columns) for columns in zip(*events, strict=True)))
+    items, ratings = zip(*events, strict=True)
+    return NewEvents(np.concatenate(items), np.concatenate(ratings))

@@ -108,6 +108,7 @@ class Ranker(ABC):
 
     needs_history: bool  # whether a user without events cannot be scored
     step: Step
+    width: int  # of the rows of a history
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class Ranker(ABC):
             scores = self._score(_merged(requests)).float().cpu()
             if not np.isfinite(scores.numpy()).all():
                 raise FloatingPointError("the model's scores are not finite")
-            self._add_events([request for request in requests if request.stores_events])
+            self._add_events([x for x in requests if x.stores_events and len(x.events.item)])
         except BaseException:
             if self.cache is not None:
                 self.cache.evict([request.user for request in requests])
@@ -349,6 +350,14 @@ class Ranker(ABC):
         if self.cache is not None:
             self.cache.clear()
 
+    def _begin_anew(self, users: list[int]) -> None:
+        """A history that is encoded anew is appended to an empty one: `put` returns no output, and
+        its rows are not written by the pass of the model that makes them."""
+        if users:
+            nothing = torch.empty(0, self.width, dtype=self.dtype, device=self.device)
+            offsets = torch.zeros(len(users) + 1, dtype=torch.int64)
+            self.cache.put(users, jm.Jagged.unchecked(nothing, offsets, None))
+
     def _select(self, users: list[int]) -> jm.HistoryCache:
         """The cached rows. CacheFull if writes for some users of this batch evicted others of
         it."""
@@ -413,6 +422,7 @@ class RankingRanker(Ranker):
         self.step = RankingStep(model, dtype, (self.users.widths, self.items.widths))
         super().__init__(model, model.head, dtype=dtype, graphs=graphs, **options)
         model.head.over.float()
+        self.width = model.sequences.embeddings["item"].weight.shape[1]
         self.dataset, self.ratings = dataset, dataset.ratings.tolist()
         interaction = model.head.interaction
         self._pads = graphs and isinstance(interaction, PaddedTargetAttention)
@@ -420,7 +430,15 @@ class RankingRanker(Ranker):
             interaction.pads_to_bound = True
 
     def _cached_layer(self) -> CachedStep:
-        return CachedStep(self.model.head.interaction, cache=lambda events: self.run(**events))
+        layer = CachedStep(
+            self.model.head.interaction,
+            append=lambda events, kept, whole, **others: self.run(
+                events=events, kept=kept, **whole, **others
+            ),
+        )
+        # the histories to which it appends have no rows
+        layer.append_reads_cache = layer.append_writes_pages = True
+        return layer
 
     @property
     def longest_window(self) -> int:
@@ -435,7 +453,12 @@ class RankingRanker(Ranker):
             return self.run(**ids, **events)
         with self.stages("cache"):
             if fresh:
-                self.cache.put(list(fresh), events)
+                self._begin_anew(list(fresh))
+                # as of a next-item model: one user's events and scores are one replay
+                whole = ids if len(requests) == 1 else {}
+                scores = self.cache.append(list(fresh), events.pop("events"), whole=whole, **events)
+                if whole:
+                    return scores
             kept = self._select(users)
         return self.run(**ids, kept=kept)
 
@@ -479,8 +502,8 @@ class RankingRanker(Ranker):
 
     def _windows(self, requests: Sequence[Request], count: int) -> tuple[NewEvents, list[int]]:
         """The last events of the users, one user after another, and their numbers."""
-        windows = [self.histories.window(x.user, x.events, count) for x in requests]
-        return joined(*windows), [len(window.item) for window in windows]
+        windows = [self.histories.parts(x.user, x.events, count) for x in requests]
+        return joined(*itertools.chain.from_iterable(windows)), [*map(_length, windows)]
 
     @torch.no_grad()
     def attention(self, user: int, candidates: np.ndarray) -> torch.Tensor | None:
@@ -535,11 +558,16 @@ class UserRows:
             self._free.append(self._row.pop(user))
 
 
-def _positioned(begins: dict[int, int], events: dict[int, NewEvents]) -> jm.Jagged:
+def _length(parts: Sequence[NewEvents]) -> int:
+    return sum([len(part.item) for part in parts])
+
+
+def _positioned(begins: dict[int, int], events: dict[int, list[NewEvents]]) -> jm.Jagged:
     """The items of the users' events, and their positions from `begins` on."""
-    lengths, begin = [len(x.item) for x in events.values()], np.array([begins[x] for x in events])
+    lengths, begin = [*map(_length, events.values())], np.array([begins[x] for x in events])
     position, _ = ranges(begin, begin + lengths)
-    return _jagged([np.concatenate([x.item for x in events.values()]), position], lengths)
+    items = [part.item for parts in events.values() for part in parts]
+    return _jagged([np.concatenate(items), position], lengths)
 
 
 class SequenceRanker(Ranker):
@@ -551,6 +579,7 @@ class SequenceRanker(Ranker):
     def __init__(self, model: SequenceModel, dtype: torch.dtype = torch.float32, **options: Any):
         self.step = SequenceStep(model, dtype)
         super().__init__(model, model.encoder.encoder, dtype=dtype, **options)
+        self.width = model.encoder.norm.normalized_shape[0]
         # of `step.encoded`, for cached users
         rows = 1 if self.cache is None else min(self.histories.num_users, FIRST_ROWS) + 64
         self._encoded = UserRows(self.step.grow, rows)
@@ -570,7 +599,9 @@ class SequenceRanker(Ranker):
         if self.cache is None:
             return self.run(events=ids, targets=candidates)
         with self.stages("cache"):
-            self._begin_anew(self.cache, begins)
+            self._begin_anew([user for user, begin in begins.items() if not begin])
+            if len(self._encoded) > 2 * len(self.cache) + 1024:
+                self._encoded.keep(set(self.cache.users()))
             if grown:
                 # One user's events and scores are one replay. Batches of more users would need
                 # graphs of many more sizes.
@@ -583,35 +614,28 @@ class SequenceRanker(Ranker):
 
     def _to_encode(
         self, requests: Sequence[Request]
-    ) -> tuple[dict[int, int], dict[int, NewEvents]]:
-        """How many cached events of each user stay, and the events that follow them, of users with
-        such events."""
+    ) -> tuple[dict[int, int], dict[int, list[NewEvents]]]:
+        """The events to encode of users with such events, in parts, and how many cached events of
+        each of them they follow."""
         users = [request.user for request in requests]
         missing = set(users if self.cache is None else self.cache.missing(users))
         begins, events = {}, {}
         for request in requests:
             user, new = request.user, len(request.events.item)
+            if not new and user not in missing:  # most requests
+                continue
             length = self.histories.length(user)
-            outgrown = new > 0 and length + new > self.max_history  # all positions change
-            encoded = user in missing or outgrown
+            # when a window is outgrown, all positions change
+            encoded = user in missing or length + new > self.max_history
             begins[user] = 0 if encoded else length
-            if encoded:
-                events[user] = self.histories.window(user, request.events, self.max_history)
-            elif new:  # most requests bring none
-                events[user] = request.events
-            self.counts["encoded" if encoded else "appended" if new else "reused"] += 1
+            events[user] = (
+                self.histories.parts(user, request.events, self.max_history)
+                if encoded
+                else [request.events]
+            )
+            self.counts["encoded" if encoded else "appended"] += 1
+        self.counts["reused"] += len(users) - len(events)
         return begins, events
-
-    def _begin_anew(self, cache: jm.PagedHistoryCache, begins: dict[int, int]) -> None:
-        """A history that is encoded anew is appended to an empty one, because `put` returns no
-        output. So one pass of the encoder does all."""
-        if anew := [user for user, begin in begins.items() if not begin]:
-            width = self.model.encoder.norm.normalized_shape[0]
-            nothing = torch.empty(0, width, dtype=self.dtype, device=self.device)
-            offsets = torch.zeros(len(anew) + 1, dtype=torch.int64)
-            cache.put(anew, jm.Jagged.unchecked(nothing, offsets, None))
-        if len(self._encoded) > 2 * len(cache) + 1024:
-            self._encoded.keep(set(cache.users()))
 
     def attention(self, user: int, candidates: np.ndarray) -> None:
         """None: candidates do not attend to the history."""

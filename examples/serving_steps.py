@@ -131,17 +131,24 @@ class RankingStep(Step):
         return Inputs(**rows).to(self.dtype)
 
     def compute(self, kept: jm.HistoryCache | None = None, **ids: Any) -> Any:
-        """The logits [C]; with `kept`, of targets of cached histories. Without targets, the keys
-        and values of the events."""
-        head, x = self.model.head, self.inputs(**ids)
-        if x.items is None:
-            return head.interaction.cache(head.encode(x)[0])
+        """The logits [C]; with `kept`, of targets of cached histories.
+
+        With `kept` and events, which follow these histories, a pair as of a layer's `append`: the
+        logits, if there are targets, and the events' keys and values, without those that are
+        written into the room of `kept`.
+        """
+        head, x, added = self.model.head, self.inputs(**ids), None
         if kept is None:
             return head(x)
+        if x.history is not None:
+            kept, added = written(head.interaction.cache(head.encode(x)[0]), kept)
+            if x.items is None:
+                return None, added
         targets = head.targets(x)
         # the parts of models with a cache leave the users' vectors as they are
         interest = head.interaction.score(targets, kept).values
-        return head.logits(x, x.users, targets.values, interest)
+        logits = head.logits(x, x.users, targets.values, interest)
+        return logits if added is None else (logits, added)
 
     def _look_up(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         return functional.embedding(ids[:, 0], self.model.sequences.embeddings[table].weight)
@@ -155,6 +162,15 @@ class RankingStep(Step):
         return sums_of_bags(
             self.model.item_bags, self.model.unpack.item_features, ids, self.item_widths
         )
+
+
+def written(new: jm.HistoryCache, kept: jm.HistoryCache) -> tuple[jm.HistoryCache, jm.HistoryCache]:
+    """The whole histories, of which `kept` has no rows and `new` the rows of the one layer; and
+    what remains to be written of them."""
+    room = getattr(kept.layers[0], "room", None)
+    if room is None:
+        return new, new
+    return jm.HistoryCache((room.write(new.layers[0].values),)), jm.HistoryCache(())
 
 
 def sums_of_bags(

@@ -358,8 +358,8 @@ def din() -> str:
     return f"""## DIN's attention
 
 `jagged_kernels.din.configs` decides. Events of a block, and warps. A multiprocessor gets at most
-{programs["fwd"]} programs of the forward, {programs["dq"]} of dq and of the MLP's gradients. In
-bf16, Hopper has a forward for two layers where v is k, up to E=128.
+{programs["fwd"]} programs of the forward, {programs["hopper"]} of Hopper's, {programs["dq"]} of dq
+and of the MLP's gradients. In bf16, Hopper has a forward for two layers where v is k, up to E=128.
 
 {merged(["dtype", "kernel"], sizes, rows)}
 """

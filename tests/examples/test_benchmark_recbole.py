@@ -14,6 +14,7 @@ from sequence_data import make_datasets
 from torch import nn
 from training import MISSED, next_item_metrics
 
+CPU = torch.device("cpu")
 MAX_HISTORY = 5
 NUM_ITEMS = 30
 
@@ -64,7 +65,7 @@ def metrics_of(model, dataset, ids):
 @pytest.mark.parametrize("split", ["valid", "test"])
 def test_metrics_are_those_of_the_latest_events_and_unseen_items(datasets, ids, split):
     model = OfTheWholeHistory(seed=1)
-    batches = batches_of(datasets[split], torch.device("cpu"))
+    batches = batches_of(datasets[split], CPU)
     found = benchmark_recbole.evaluate(model, batches, ids, MAX_HISTORY)
     assert found == pytest.approx(metrics_of(model, datasets[split], ids), rel=1e-12)
     assert 0 < found["ndcg@10"] < 1
@@ -102,7 +103,12 @@ def test_the_weights_of_the_best_epoch_are_tested(datasets, ids, tmp_path, monke
 
     def make_config(model, name, config_dict):
         given.update(config_dict, model=model)
-        return {"model": model, "MODEL_TYPE": "sequential", "reproducibility": True} | config_dict
+        return {
+            "model": model,
+            "MODEL_TYPE": "sequential",
+            "reproducibility": True,
+            "device": CPU,
+        } | config_dict
 
     dataset = SimpleNamespace(token2id=lambda _, tokens: ids[[*map(int, tokens)]].numpy())
     loader = SimpleNamespace(dataset=dataset)
@@ -138,6 +144,14 @@ def test_the_weights_of_the_best_epoch_are_tested(datasets, ids, tmp_path, monke
     assert given["hidden_size"] == "32" and given["MAX_ITEM_LIST_LENGTH"] == MAX_HISTORY
     assert given["eval_args"]["split"] == {"LS": "valid_and_test"} and given["seed"] == 0
     assert results["settings"]["recbole"] == "recbole's"
+    assert given["gpu_id"] == ""
+
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(benchmark_recbole, "pick_device", torch.device)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "3")
+        benchmark_recbole.main([*options, "--device", "cuda"])
+    assert given["gpu_id"] == "3"
 
     models.clear()
     monkeypatch.chdir(tmp_path)

@@ -162,7 +162,7 @@ def test_results_are_read_as_they_were_written(tmp_path):
     assert settings == {"limit_ms": 80} and found == [RESULT, replace(results[1], p99_ms=1234.6)]
 
 
-@slow_after(1, "way", [[], ["--http"]], ids=["queue", "http"])
+@slow_after(1, "way", [[], ["--processes", "2"], ["--http"]], ids=["queue", "processes", "http"])
 def test_a_short_run(served, tmp_path, capsys, way):
     """The queue has room for all requests, and no deadline passes, so that all are answered by the
     slowest machine."""

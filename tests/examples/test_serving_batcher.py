@@ -18,7 +18,7 @@ SOON = 2 * PATIENCE  # seconds to a deadline that no test reaches
 
 
 def request(user: int, candidates=(1, 2), events: int = 0) -> Request:
-    return Request(user, np.array(candidates), NewEvents(np.arange(events), np.arange(events)))
+    return Request(user, np.asanyarray(candidates), NewEvents(np.arange(events), np.arange(events)))
 
 
 class Score:
@@ -97,6 +97,27 @@ def test_a_batch_waits_for_others_but_not_longer_than_max_wait(make, score):
     begin = time.monotonic()
     results(submit(batcher, request(1)))
     assert score.batches == [[1]] and time.monotonic() - begin >= 0.19
+
+
+class Counted(np.ndarray):
+    """Candidates that count how often they are counted."""
+
+    calls = 0
+
+    def __len__(self):
+        Counted.calls += 1
+        return super().__len__()
+
+
+def test_a_long_queue_is_not_walked_for_each_batch(make, score):
+    """Of 60 batches, each looks at its own requests, and at one that waits for another batch."""
+    Counted.calls, batcher = 0, make(max_users=2)
+    first = busy(batcher, score)
+    waiting = submit(batcher, *(request(user, np.array([1]).view(Counted)) for user in range(120)))
+    score.hold.set()
+    results([first, *waiting])
+    assert score.batches == [[99], *([user, user + 1] for user in range(0, 120, 2))]
+    assert Counted.calls <= 3 * 120
 
 
 def test_a_full_batch_does_not_wait(make, score):

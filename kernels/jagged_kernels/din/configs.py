@@ -29,7 +29,7 @@ class DINConfig:
 
 # More programs than run at once, because histories have different lengths. Each one of the backward
 # has a part of the weights' gradients in memory.
-CTAS = dict(fwd=16, moments=6, dq=4, dmlp=4, dkdv=1)
+CTAS = dict(fwd=16, hopper=32, moments=6, dq=4, dmlp=4, dkdv=1)
 
 
 def din_config(
@@ -77,7 +77,7 @@ def hopper_config(width: int, hidden: tuple[int, ...]) -> DINConfig:
     once on an SM, which hide one another's waits, but larger accumulators would not fit; with more,
     two do."""
     four = width <= 64 and hidden[0] <= 80 and hidden[1] <= 40
-    return DINConfig(64, 4, 4, CTAS["fwd"], 128 if four else None)
+    return DINConfig(64, 4, 4, CTAS["hopper"], 128 if four else None)
 
 
 HOPPER_STAGES = 4  # tiles of events in shared memory

@@ -44,7 +44,7 @@ from ..common.pipeline import (
 )
 from ..common.ptxas import safe_ptxas
 from .configs import HOPPER_STAGES
-from .mlp import has_table
+from .mlp import has_table, packed_fma
 from .walk import AHEAD, end_of, find_seen, find_tile, find_tile_ahead, num_missing, without_tile
 
 BLOCK = gl.constexpr(64)  # events of a tile
@@ -102,21 +102,14 @@ def _find_seen(row, num_rows, num_segments, users, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _columns(LAYER: gl.constexpr, i: gl.constexpr, OPTIONS: gl.constexpr):
-    """The units of a piece, as columns of z, and which of them there are."""
-    L: gl.constexpr = mma_layout(BLOCK, OPTIONS.pieces[LAYER][i][1])
-    columns = OPTIONS.pieces[LAYER][i][0] + gl.arange(
-        0, OPTIONS.pieces[LAYER][i][1], layout=gl.SliceLayout(0, L)
-    )
-    return columns, columns < OPTIONS.hidden[LAYER]
-
-
-@gluon.jit
 def _load_pieces(ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
-    """The pieces of a vector of a layer's units, in fp32."""
+    """The pieces of a vector of a layer's units, in fp32. A thread has at most one unit of each."""
     pieces = ()
     for i in gl.static_range(len(OPTIONS.pieces[LAYER])):
-        columns, there = _columns(LAYER, i, OPTIONS)
+        columns = OPTIONS.pieces[LAYER][i][0] + gl.arange(
+            0, OPTIONS.pieces[LAYER][i][1], layout=gl.BlockedLayout([1], [32], [4], [0])
+        )
+        there = columns < OPTIONS.hidden[LAYER]
         pieces = pieces + (gl.load(ptr + columns, mask=there, other=0.0).to(gl.float32),)
     return pieces
 
@@ -138,34 +131,36 @@ def _store_vectors(buffers, pieces):
 
 
 @gluon.jit
-def _make_table(ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
-    """What a layer's activation needs of its table, in shared memory: PReLU's slopes; c0, c1, scale
-    and shift of Dice, h = z (c0 + c1 tanh(scale z + shift))."""
+def _make_table(ptr, w_ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
+    """What a layer's activation needs of its table, in shared memory: c0 and c1, with PReLU slope
+    and 1 - slope; with Dice also scale and shift, h = z (c0 + c1 tanh(scale z + shift)). Of the
+    last layer, c0 and c1 have the factor w."""
     UNITS: gl.constexpr = OPTIONS.hidden[LAYER]
-    rows = ()
+    rows, vectors = (), ()
     for row in gl.static_range(5 if OPTIONS.units == "dice" else 1):
         rows = rows + (_load_pieces(ptr + row * UNITS, LAYER, OPTIONS),)
-    vectors = (_make_vectors(LAYER, OPTIONS),)
-    if OPTIONS.units == "dice":
-        slope, mean, rstd, weight, bias = rows
-        for _ in gl.static_range(3):
-            vectors = vectors + (_make_vectors(LAYER, OPTIONS),)
-        for i in gl.static_range(len(slope)):
-            scale = 0.5 * weight[i] * rstd[i]
-            vectors[0][i].store(0.5 + 0.5 * slope[i])
-            vectors[1][i].store(0.5 - 0.5 * slope[i])
+    for _ in gl.static_range(4 if OPTIONS.units == "dice" else 2):
+        vectors = vectors + (_make_vectors(LAYER, OPTIONS),)
+    w = _load_pieces(w_ptr, 1, OPTIONS)
+    for i in gl.static_range(len(rows[0])):
+        c0, c1 = rows[0][i], 1.0 - rows[0][i]
+        if OPTIONS.units == "dice":
+            c0, c1 = 0.5 + 0.5 * c0, 0.5 * c1
+            scale = 0.5 * rows[3][i] * rows[2][i]
             vectors[2][i].store(scale)
-            vectors[3][i].store(0.5 * bias[i] - mean[i] * scale)
-    else:
-        _store_vectors(vectors[0], rows[0])
+            vectors[3][i].store(0.5 * rows[4][i] - rows[1][i] * scale)
+        if LAYER == 1:
+            c0, c1 = c0 * w[i], c1 * w[i]
+        vectors[0][i].store(c0)
+        vectors[1][i].store(c1)
     return vectors
 
 
 @gluon.jit
-def _make_tables(tables, OPTIONS: gl.constexpr):
+def _make_tables(tables, w_ptr, OPTIONS: gl.constexpr):
     """_make_table of both layers."""
     if has_table(OPTIONS.units):
-        return _make_table(tables[0], 0, OPTIONS), _make_table(tables[1], 1, OPTIONS)
+        return _make_table(tables[0], w_ptr, 0, OPTIONS), _make_table(tables[1], w_ptr, 1, OPTIONS)
     else:
         return ()
 
@@ -219,16 +214,16 @@ def _store_first(buffers, q_ptr, of_k_ptr, products_ptr, OPTIONS: gl.constexpr):
     L: gl.constexpr = vector_layout(WIDTH)
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
     inside = column < OPTIONS.width
-    q = gl.load(q_ptr + column, mask=inside, other=0.0).to(gl.float32)
+    q = gl.load(q_ptr + column, mask=inside, other=0.0)
     for i in gl.static_range(len(OPTIONS.pieces[0])):
         rows = OPTIONS.pieces[0][i][0] + gl.arange(
             0, OPTIONS.pieces[0][i][1], layout=gl.SliceLayout(1, L)
         )
         mask = (rows < OPTIONS.hidden[0])[:, None] & inside[None, :]
         offsets = rows[:, None] * OPTIONS.width + column[None, :]
-        of_k = gl.load(of_k_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
-        products = gl.load(products_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
-        buffers.first[i].store((of_k + products * q[None, :]).to(buffers.k.dtype))
+        of_k = gl.load(of_k_ptr + offsets, mask=mask, other=0.0)
+        products = gl.load(products_ptr + offsets, mask=mask, other=0.0)
+        buffers.first[i].store(packed_fma(products, q[None, :], of_k))
 
 
 @gluon.jit
@@ -263,7 +258,7 @@ def _prelu(z, slope):
 
 @gluon.jit
 def _activate(z, buffers, LAYER: gl.constexpr, i: gl.constexpr, ACTIVATION, OPTIONS: gl.constexpr):
-    """h of a piece of a layer."""
+    """h of a piece of a layer; with Dice of the last layer, w h."""
     if not has_table(OPTIONS.units):
         return ACTIVATION(z, 1.0)[0] * OPTIONS.factors[0]
     else:
@@ -274,6 +269,22 @@ def _activate(z, buffers, LAYER: gl.constexpr, i: gl.constexpr, ACTIVATION, OPTI
         else:
             t = _plus(z * _of_columns(vectors[2][i], z), vectors[3][i])
             return z * (first + _of_columns(vectors[1][i], z) * _fast_tanh(t))
+
+
+@gluon.jit
+def _weighted(x, buffers, i: gl.constexpr, ACTIVATION, OPTIONS: gl.constexpr):
+    """w h of a piece of the last layer, where x is h1 W2ᵀ. With PReLU it is less by w b2, which is
+    the same for all events: z = x + b2 is slope z + (1 - slope) (max(x, -b2) + b2)."""
+    bias = _of_columns(buffers.bias[i], x)
+    if OPTIONS.units == "prelu":
+        vectors = buffers.tables[1]
+        c0, c1 = _of_columns(vectors[0][i], x), _of_columns(vectors[1][i], x)
+        return c0 * x + c1 * gl.maximum(x, bias)
+    elif OPTIONS.units == "dice":
+        return _activate(x + bias, buffers, 1, i, ACTIVATION, OPTIONS)
+    else:
+        h = _activate(x + bias, buffers, 1, i, ACTIVATION, OPTIONS)
+        return h * _of_columns(buffers.weight[i], x)
 
 
 @gluon.jit
@@ -359,8 +370,7 @@ def _tile(
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
     p = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, L)) + last_bias
     for j in gl.static_range(SECOND):
-        h2 = _activate(_plus(found[j], buffers.bias[j]), buffers, 1, j, ACTIVATION, OPTIONS)
-        s = gl.sum(h2 * _of_columns(buffers.weight[j], h2), 1)
+        s = gl.sum(_weighted(found[j], buffers, j, ACTIVATION, OPTIONS), 1)
         p += gl.convert_layout(s, gl.SliceLayout(1, L), assert_trivial=True)
     acc, largest, total = sums
     if OPTIONS.softmax:
@@ -404,11 +414,17 @@ def din_fwd_hopper_kernel(
         _make_vectors(0, OPTIONS),
         _make_vectors(1, OPTIONS),
         _make_vectors(1, OPTIONS),
-        _make_tables(tables, OPTIONS),
+        _make_tables(tables, weights[2], OPTIONS),
     )
-    _store_vectors(buffers.bias, _load_pieces(biases[0], 1, OPTIONS))
-    _store_vectors(buffers.weight, _load_pieces(weights[2], 1, OPTIONS))
+    bias, weight = _load_pieces(biases[0], 1, OPTIONS), _load_pieces(weights[2], 1, OPTIONS)
     last_bias = gl.load(biases[1]).to(gl.float32)
+    for i in gl.static_range(len(bias)):
+        buffers.weight[i].store(weight[i])
+        if OPTIONS.units == "prelu":
+            buffers.bias[i].store(-bias[i])
+            last_bias += gl.sum(bias[i] * weight[i], 0)
+        else:
+            buffers.bias[i].store(bias[i])
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
     columns = gl.arange(0, COPIES, layout=gl.SliceLayout(0, L))[None, :]
     units = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))[:, None]

@@ -232,7 +232,7 @@ def load_mlp(weights, biases, tables, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _packed_fma(x, y, z):
+def packed_fma(x, y, z):
     """x y + z in bf16, rounded once: one instruction for two numbers."""
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z],
@@ -249,7 +249,7 @@ def of_query(mlp, q, a, operands, weights, OPTIONS: tl.constexpr, PACKED: tl.con
     products = load_weight(weights[0], OPTIONS.width, 0, 0, OPTIONS.block_e, OPTIONS)
     for i in tl.static_range(len(of_k)):
         if PACKED and q.dtype == tl.bfloat16:
-            piece = _packed_fma(products[i], q[None, :], of_k[i])
+            piece = packed_fma(products[i], q[None, :], of_k[i])
         else:
             piece = of_k[i].to(tl.float32) + products[i].to(tl.float32) * q.to(tl.float32)[None, :]
         first = first + (piece.to(q.dtype),)

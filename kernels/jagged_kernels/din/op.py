@@ -190,6 +190,7 @@ def triton_din(
         constants = launch.constants | dict(
             OPTIONS=options._replace(pieces=by_size), maxnreg=config.max_registers
         )
+        launch = launch._replace(config=config)
         din_fwd_hopper_kernel[(launch.programs(rows),)](
             descriptor(k, 64, max(64, options.block_e)), *launch.tensors, (out, lse),
             users, rows, num_users, **constants,

@@ -181,10 +181,10 @@ def test_hopper_compiles(activation, softmax, mask):
     compiled = compile_din(90, "hopper", "bf16", activation, softmax=softmax, mask=MASKS[mask])
     code = disassembled(compiled.asm["cubin"])
     assert code.count("HGMMA") > 2 * code.count("WARPGROUP.DEPBAR")
-    # At most 3 words of them in the loop over tiles, without a mask none; newer Tritons spill more.
-    limit = {(False, "none"): 24, (True, "none"): 80}.get((softmax, mask), 136 if softmax else 56)
+    # At most 6 words of them in the loop over tiles, without a mask none; newer Tritons spill more.
+    limit = {(False, "none"): 32, (True, "none"): 96}.get((softmax, mask), 144 if softmax else 56)
     if not triton.__version__.startswith("3.6."):
-        limit = 160 if mask == "none" else 192
+        limit = 168 if mask == "none" else 208
     assert spilled_bytes(compiled.asm["cubin"]) <= limit
     assert 4 * (compiled.metadata.shared + 1024) <= 228 * 1024
 
