@@ -226,3 +226,32 @@ def test_gains_of_other_public_models():
 
 def decimals(number: str) -> int:
     return len(number.partition(".")[2])
+
+
+def test_steps_of_the_examples():
+    """Those of the guide to performance, rounded as in it."""
+    runs = read("examples/results/training-steps.json")["runs"]
+    results = {name: x for run in runs for name, x in run["results"].items()}
+    text = (ROOT / "docs/guides/performance.md").read_text(encoding="utf-8")
+    sentence = text.partition("Synchronised steps")[2].partition("([record]")[0]
+    dlrm = [results[name] for name in ("attention", "padded", "mean")]
+    assert re.findall(r"\d+\.\d|\d+(?=,| and 18| MB)", sentence.partition("autocast")[2]) == [
+        *(f"{x['step_ms']:.1f}" for x in dlrm),
+        *(f"{x['peak_memory_mb']:.0f}" for x in dlrm),
+        *(f"{results[name]['step_ms']:.1f}" for name in ("hstu", "sasrec")),
+    ]
+
+
+def test_free_running_steps():
+    """Those of the guide to performance: kept objects, new ones, on the host, padded, graphed."""
+    rows = {
+        row["implementation"]: f"{row['forward_backward_ms']:.2f}"
+        for row in read(H200)["rows"]
+        if row["table"] == "free-running training steps" and row["case"].startswith("B512")
+    }
+    text = (ROOT / "docs/guides/performance.md").read_text(encoding="utf-8")
+    sentence = text.partition("free-running`")[2].partition("\n\n")[0]
+    forms = [", the same objects", "", ", offsets and map on the host", ", graphed"]
+    same, new, host, graphed = (rows[f"JaggedTargetAttention{form}"] for form in forms)
+    stated = re.findall(r"\d\.\d\d", sentence)
+    assert stated == [same, new, host, rows["nn.MultiheadAttention, padded"], graphed]
