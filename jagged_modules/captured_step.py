@@ -112,7 +112,7 @@ class Step:
         )
         # what each result is: a place among the arguments, a capacity, or a constant
         self._results: list[Any] | None = None
-        self._rows = [capacities.get(leaf.rows, -1) for leaf in arguments.leaves]
+        self._rows = [both.rows for both in capacities]
         self._buffers = Buffers(arguments.leaves, capacities, device)
         self.buffers = self._buffers.tensors
         self.pad(arguments)
@@ -206,7 +206,11 @@ class Step:
     def results(self, arguments: Arguments, call: Call | None) -> Any:
         """The module's result for arguments that `pad` has copied. call: gets the gradients, if
         given."""
-        sizes = {capacity: size for size, capacity in arguments.capacities.items()}
+        sizes = {
+            capacity: size
+            for leaf, both in zip(arguments.leaves, arguments.capacities)
+            for capacity, size in zip(both, (leaf.size, leaf.rows))
+        }
         leaves = [leaf.tensor for leaf in arguments.leaves]
         if call is None:
             outputs = iter(self.forward(sizes))

@@ -39,6 +39,7 @@ def graphed(
     *,
     steps_per_octave: int = 8,
     capacities: Sequence[int] | None = None,
+    rows: Mapping[str, Sequence[int]] | None = None,
     max_graphs: int = 16,
     offsets: Mapping[str, str] | None = None,
 ) -> M:
@@ -85,6 +86,12 @@ def graphed(
         steps_per_octave: capacities between two powers of two. With 8, rows are padded by at most
             an eighth, or to the next multiple of 8.
         capacities: the capacities instead, in ascending order, for sizes of any kind.
+        rows: names of arguments, each with the capacities of its rows, in ascending order. Other
+            sizes that happen to be equal then lead to no graph of their own, nor do lengths of
+            segments: there are as many graphs as combinations of capacities. The padding is in at
+            least one segment; more `capacities` of segments make it shorter. Of a `HistoryCache` in
+            pages they are its cached rows, and all rows after an append, whose rows are those of
+            the argument events. Names that a call does not have are ignored.
         max_graphs: how many buckets are kept; the least recently used ones are dropped. All share
             one memory pool, as only one runs at a time. Each keeps the buffers of its arguments,
             results and gradients.
@@ -120,13 +127,10 @@ def graphed(
     check_size("steps_per_octave", steps_per_octave)
     check_size("max_graphs", max_graphs)
     if capacities is not None:
-        check_kind("capacities", capacities, (list, tuple), "a sequence of ints")
-        for i, size in enumerate(capacities):
-            check_size(f"capacities[{i}]", size)
-        if not capacities or any(x >= y for x, y in zip(capacities, capacities[1:])):
-            raise ValueError(
-                f"capacities must be one or more sizes in ascending order, got {list(capacities)}"
-            )
+        _check_capacities("capacities", capacities)
+    check_kind("rows", rows, (Mapping, type(None)), "a mapping of names to capacities, or None")
+    for name, sizes in (rows or {}).items():
+        _check_capacities(f"rows[{name!r}]", sizes)
     check_kind("offsets", offsets, (Mapping, type(None)), "a mapping of names to names, or None")
     names = [*inspect.signature(module.forward).parameters]
     for name in (*(offsets or {}), *(offsets or {}).values()):
@@ -134,9 +138,23 @@ def graphed(
             raise ValueError(
                 f"offsets must name arguments of the module's forward, {names}, got {name!r}"
             )
-    buckets = Buckets(steps_per_octave, None if capacities is None else tuple(capacities))
+    buckets = Buckets(
+        steps_per_octave,
+        None if capacities is None else tuple(capacities),
+        {name: tuple(sizes) for name, sizes in (rows or {}).items()},
+    )
     # has the calls and attributes of the module
     return cast(M, _Graphed(module, buckets, max_graphs, names, dict(offsets or {})))
+
+
+def _check_capacities(name: str, capacities: Any) -> None:
+    check_kind(name, capacities, (list, tuple), "a sequence of ints")
+    for i, size in enumerate(capacities):
+        check_size(f"{name}[{i}]", size)
+    if not capacities or any(x >= y for x, y in zip(capacities, capacities[1:])):
+        raise ValueError(
+            f"{name} must be one or more sizes in ascending order, got {list(capacities)}"
+        )
 
 
 class _Graphed(nn.Module):
@@ -185,7 +203,7 @@ class _Graphed(nn.Module):
         state = _state(inner)
         if state is None:  # torch.func.functional_call replaces the parameters
             return inner(*args, **kwargs)
-        arguments = Arguments(args, kwargs, names, self._offsets)
+        arguments = Arguments(args, kwargs, names, self._offsets, self._buckets.rows)
         device = arguments.device
         if device is None or device.type == "cpu":
             device = state.device or device
@@ -225,19 +243,17 @@ class _Graphed(nn.Module):
         return step.results(arguments, call)
 
     def _key(self, arguments: Arguments, device: torch.device, trained: bool, state: Any) -> Any:
-        capacities = arguments.capacities
         leaves = tuple(
             (
                 leaf.kind,
                 x.dtype,
                 x.shape[1:],
                 trained and x.requires_grad,
-                capacities.get(leaf.size),
-                capacities.get(leaf.rows),
+                both,
                 x.is_cpu,
                 (x.data_ptr(), x.shape, x.stride()) if leaf.kind == STORAGE else None,
             )
-            for leaf in arguments.leaves
+            for leaf, both in zip(arguments.leaves, arguments.capacities)
             for x in (leaf.tensor,)
         )
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)

@@ -665,21 +665,27 @@ def test_padded_batches_are_batches(histories, steps, shuffled):
         {"o": "x"},
     )
     capacities = capacities_of(arguments.leaves, Buckets(steps))
-    assert len(set(capacities.values())) == len(capacities)
+    of_size = {
+        size: capacity
+        for leaf, both in zip(arguments.leaves, capacities)
+        for size, capacity in zip((leaf.size, leaf.rows), both)
+        if size >= 0
+    }
+    assert len(set(of_size.values())) == len(of_size)
     buffers = Buffers(arguments.leaves, capacities, torch.device("cpu"))
     buffers._on_host.fill_(255)
     buffers.pad(arguments.leaves, capacities)
-    for leaf, padded in zip(arguments.leaves, buffers.tensors):
-        capacity = capacities[leaf.size]
+    for leaf, both, padded in zip(arguments.leaves, capacities, buffers.tensors):
+        capacity = both.size
         buffer = torch.full(
             (capacity + (leaf.kind == OFFSETS), *leaf.tensor.shape[1:]), -1, dtype=leaf.tensor.dtype
         )
-        pad(buffer, leaf, capacities)
+        pad(buffer, leaf, both)
         assert torch.equal(padded, buffer)
         if leaf.kind == OFFSETS:
             assert (
                 torch.equal(buffer[: leaf.size + 1], leaf.tensor)
-                and buffer[-1] == capacities[leaf.rows]
+                and buffer[-1] == both.rows
             )
             added = buffer.diff()[leaf.size :]
             assert added.min() >= 0 and added.max() <= max([1, *leaf.tensor.diff().tolist()])
@@ -690,7 +696,7 @@ def test_padded_batches_are_batches(histories, steps, shuffled):
             else:
                 assert not buffer[leaf.size :].any()
         if leaf.kind != OFFSETS and leaf.size != users:
-            assert capacity <= max(leaf.size * (1 + 1 / steps), leaf.size + 8) + 8 * len(capacities)
+            assert capacity <= max(leaf.size * (1 + 1 / steps), leaf.size + 8) + 8 * len(of_size)
 
 
 def test_least_recently_used_graphs_are_dropped(padded):
