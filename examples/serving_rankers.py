@@ -14,7 +14,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from sequence_model import SequenceModel
 from serving_events import EventStore, StoredEvent
 from serving_histories import NONE, Histories, NewEvents, Request, joined
 from serving_steps import (
+    CAPACITIES,
     GRAPHS,
     CachedStep,
     FeatureTable,
@@ -133,9 +134,10 @@ class Ranker(ABC):
         dense.to(dtype)
         self.device = next(model.parameters()).device
         max_bytes, page_rows, cache_dtype = cache
-        self.rounds = cache_dtype is not None
         if page_rows is None:
             page_rows = PAGE_ROWS.get(self.device.type, 128)
+        # attention reads such pages where they are, and an append may score too, in one step
+        self.appends_and_scores = page_rows % 128 == 0 and page_rows.bit_count() == 1
         self.run: Any = jm.graphed(self.step, **GRAPHS) if graphs else self.step
         self.cache: jm.PagedHistoryCache | None = None
         if max_bytes:
@@ -225,6 +227,11 @@ class Ranker(ABC):
             self.store.forget(str(self.histories.users[user]))
         self.replace_events(user, NONE)
 
+    @property
+    def captures(self) -> int:
+        """How many batches waited until graphs of their sizes were captured."""
+        return self.run.captures if self.run is not self.step else 0
+
     @abstractmethod
     def _cached_layer(self) -> CachedStep:
         """The layer whose keys and values are cached."""
@@ -303,10 +310,16 @@ class Ranker(ABC):
 
         Which kernels run depends on the numbers of users and candidates and on mean lengths. So
         batches have the shortest histories of some users, the longest, or both, and mix users with
-        whole histories to encode and users with a new event.
+        whole histories to encode and users with a new event. With graphs, it captures those of all
+        combinations of capacities instead.
 
         Call it before the first request: no event and no history of it stays.
         """
+        if self.run is not self.step:
+            self._capture_graphs(max_users, max_candidates)
+            self.forget()
+            self.counts = dict.fromkeys(self.counts, 0)
+            return
         with_events = (
             user for user in range(self.histories.num_users) if self.histories.length(user)
         )
@@ -322,6 +335,35 @@ class Ranker(ABC):
                     self._warm_up(chosen, max_candidates // count)
             self.forget()
         self.counts = dict.fromkeys(self.counts, 0)
+
+    def _capture_graphs(self, max_users: int, max_candidates: int) -> None:
+        """Score a batch of each combination of capacities, of users who are not in the log: so they
+        have any number of events. `longest` of padded models has graphs of its own."""
+        rows = _smallest("events", max_users * self.max_history)
+        kept = [0] if self.cache is None else _smallest("kept", max_users * self.max_history)
+        for cached in kept:
+            self.forget()
+            for new in rows if self.cache is None else [0, *rows]:
+                known = self._new_users(0, max(cached - new, not new))
+                batch = self._new_users(len(known), new)
+                if len(known + batch) > max_users:
+                    continue
+                with suppress(torch.OutOfMemoryError, jm.CacheFull):
+                    if known and known[0].user not in self.cache:
+                        self.score(known)
+                    known = [replace(x, events=NONE) for x in known]
+                    batch = known + [replace(x, stores_events=False) for x in batch]
+                    for targets in _smallest("targets", max_candidates):
+                        candidates = np.zeros(max(1, targets + 1 - len(batch)), np.int64)
+                        self.score([replace(batch[0], candidates=candidates), *batch[1:]])
+
+    def _new_users(self, first: int, rows: int) -> list[Request]:
+        """Requests of users behind those of the log, with so many events."""
+        lengths = [self.max_history] * (rows // self.max_history)
+        lengths += [rows % self.max_history] * (rows % self.max_history > 0)
+        events = [NewEvents(*np.zeros((2, length), np.int64)) for length in lengths]
+        item, user = np.zeros(1, np.int64), self.histories.num_users + first
+        return [Request(user + i, item, new) for i, new in enumerate(events)]
 
     def _warm_up(self, users: list[int], max_candidates: int) -> None:
         item, event = np.zeros(1, np.int64), NewEvents(np.zeros(1, np.int64), np.zeros(1, np.int64))
@@ -368,6 +410,12 @@ class Ranker(ABC):
             raise jm.CacheFull(
                 f"the cache has no room for the histories of {len(users)} users at once"
             ) from error
+
+
+def _smallest(name: str, limit: int) -> list[int]:
+    """The smallest size of each capacity of this argument's rows, up to the limit."""
+    capacities = CAPACITIES[name]
+    return [1, *(x + 1 for x in capacities[:-1] if x < limit)]
 
 
 def _powers(base: int, limit: int) -> Iterator[int]:
@@ -454,13 +502,14 @@ class RankingRanker(Ranker):
         fresh = self._users_to_encode(requests)
         with self.stages("lookup"):
             ids, users = self._ids(requests), [request.user for request in requests]
-            events = self._events([request for request in requests if request.user in fresh])
+            joint = self.cache is None or self.appends_and_scores
+            encoded = requests if joint else [x for x in requests if x.user in fresh]
+            events = self._events(encoded, fresh) if fresh else {}
         if self.cache is None:
             return self.run(**ids, **events)
         with self.stages("cache"):
-            if fresh and len(requests) == 1 and not self.rounds:
-                # one replay, as of a next-item model. For more users it takes longer than `put`
-                self._begin_anew(users)
+            if fresh and joint:
+                self._begin_anew(list(fresh))
                 return self.cache.append(users, events.pop("events"), ids=ids | events)
             if fresh:
                 self.cache.put(list(fresh), events)
@@ -489,15 +538,14 @@ class RankingRanker(Ranker):
         targets, lengths = _targets(requests)
         return dict(users=users, targets=_jagged([targets, self.items.columns[targets]], lengths))
 
-    def _events(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """The ids of the users' histories, as `RankingStep.inputs` takes them."""
-        if not requests:
-            return {}
-        (item, rating), lengths = self._windows(requests, self.max_history)
+    def _events(self, requests: Sequence[Request], fresh: Container[int]) -> dict[str, Any]:
+        """The ids of the histories of these users, of others none, as `RankingStep.inputs` takes
+        them."""
+        (item, rating), lengths = self._windows(requests, self.max_history, fresh)
         columns = [item, rating, ages(np.array(lengths)), self.items.columns[item]]
         events: dict[str, Any] = dict(events=_jagged(columns, lengths))
         if self.dataset.max_stream:
-            stream, lengths = self._windows(requests, self.dataset.max_stream)
+            stream, lengths = self._windows(requests, self.dataset.max_stream, fresh)
             events["stream"] = _jagged([*stream], lengths)
         if self._pads:
             # each is a graph of its own
@@ -505,9 +553,14 @@ class RankingRanker(Ranker):
             events["longest"] = min(longest, self.max_history)
         return events
 
-    def _windows(self, requests: Sequence[Request], count: int) -> tuple[NewEvents, list[int]]:
-        """The last events of the users, one user after another, and their numbers."""
-        windows = [self.histories.parts(x.user, x.events, count) for x in requests]
+    def _windows(
+        self, requests: Sequence[Request], count: int, fresh: Container[int]
+    ) -> tuple[NewEvents, list[int]]:
+        """The last events of these users, one user after another, and their numbers."""
+        windows = [
+            self.histories.parts(x.user, x.events, count) if x.user in fresh else []
+            for x in requests
+        ]
         return joined(*itertools.chain.from_iterable(windows)), [*map(_length, windows)]
 
     @torch.no_grad()
@@ -515,7 +568,7 @@ class RankingRanker(Ranker):
         head, request = self.model.head, Request(user, candidates)
         if not isinstance(head.interaction, jm.JaggedTargetAttention):
             return None
-        ids = self._ids([request]) | self._events([request])
+        ids = self._ids([request]) | self._events([request], [user])
         x = self.step.inputs(**to_device(ids, self.device))
         history, _ = head.encode(x)
         k, _ = head.interaction.cache(history).layers[0].values.chunk(2, dim=2)
@@ -525,7 +578,7 @@ class RankingRanker(Ranker):
 
 
 class UserRows:
-    """Which row of a tensor each user has. No user has row 0, to which padding is written.
+    """Which row of a tensor each user has. No user, None, has row 0, to which padding is written.
 
     grow: gives the tensor so many rows.
     """
@@ -553,9 +606,10 @@ class UserRows:
             self._row[user] = self._free.pop()
         return self.of(users)
 
-    def of(self, users: Sequence[int]) -> torch.Tensor:
+    def of(self, users: Iterable[int | None]) -> torch.Tensor:
         """int64 [users] on the host, the users' rows."""
-        return torch.from_numpy(np.array([self._row[user] for user in users], dtype=np.int64))
+        rows = [0 if user is None else self._row[user] for user in users]
+        return torch.from_numpy(np.array(rows, dtype=np.int64))
 
     def keep(self, users: Container[int]) -> None:
         """Drop the rows of all other users."""
@@ -567,11 +621,11 @@ def _length(parts: Sequence[NewEvents]) -> int:
     return sum([len(part.item) for part in parts])
 
 
-def _positioned(begins: dict[int, int], events: dict[int, list[NewEvents]]) -> jm.Jagged:
+def _positioned(begins: Sequence[int], events: Sequence[list[NewEvents]]) -> jm.Jagged:
     """The items of the users' events, and their positions from `begins` on."""
-    lengths, begin = [*map(_length, events.values())], np.array([begins[x] for x in events])
+    lengths, begin = [*map(_length, events)], np.array(begins)
     position, _ = ranges(begin, begin + lengths)
-    items = [part.item for parts in events.values() for part in parts]
+    items = [part.item for parts in events for part in parts]
     return _jagged([np.concatenate(items), position], lengths)
 
 
@@ -597,8 +651,15 @@ class SequenceRanker(Ranker):
 
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
         with self.stages("lookup"):
+            users = [request.user for request in requests]
             begins, events = self._to_encode(requests)
-            ids, grown = _positioned(begins, events) if events else None, list(events)
+            joint = self.cache is None or self.appends_and_scores
+            encoded = users if joint else list(events)
+            ids = None
+            if events:
+                ids = _positioned(
+                    [begins.get(x, 0) for x in encoded], [events.get(x, []) for x in encoded]
+                )
             targets, counts = _targets(requests)
             candidates = _jagged(targets[:, None], counts)
         if self.cache is None:
@@ -607,15 +668,14 @@ class SequenceRanker(Ranker):
             self._begin_anew([user for user, begin in begins.items() if not begin])
             if len(self._encoded) > 2 * len(self.cache) + 1024:
                 self._encoded.keep(set(self.cache.users()))
-            if grown:
-                # One user's events and scores are one replay. Batches of more users would need
-                # graphs of many more sizes.
-                whole = dict(targets=candidates) if len(requests) == 1 else {}
-                rows = self._encoded.assign(grown)
-                scores = self.cache.append(grown, ids, rows=rows, **whole)
-                if whole:
-                    return scores
-        return self.run(targets=candidates, rows=self._encoded.of([x.user for x in requests]))
+            if events:
+                written = self._encoded.assign(list(events))
+                if joint:
+                    written = self._encoded.of(x if x in events else None for x in users)
+                    others = dict(written=written, rows=self._encoded.of(users))
+                    return self.cache.append(users, ids, targets=candidates, **others)
+                self.cache.append(encoded, ids, written=written)
+        return self.run(targets=candidates, rows=self._encoded.of(users))
 
     def _to_encode(
         self, requests: Sequence[Request]

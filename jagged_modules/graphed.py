@@ -60,6 +60,8 @@ def graphed(
     Arguments on the host are padded there, and all go to the device in one copy from page-locked
     memory. If all of them are there, to the device of the module's parameters.
 
+    `captures` of the result counts the batches that captured graphs.
+
     The result shares the module's parameters, buffers, submodules and state_dict, under the same
     names, and has its other attributes for reading. Parameters may change in place (optimizers,
     load_state_dict) between calls. New parameters, dtypes, train() or eval(), requires_grad,
@@ -188,7 +190,7 @@ class _Graphed(nn.Module):
     def _empty() -> dict[str, Any]:
         """The state that copies do not get. _last: a weak reference to the last call that has a
         backward."""
-        return dict(_steps=OrderedDict[Any, Step](), _last=None, _captures=0, _warned=set[str]())
+        return dict(_steps=OrderedDict[Any, Step](), _last=None, captures=0, _warned=set[str]())
 
     @one_module
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -268,10 +270,10 @@ class _Graphed(nn.Module):
     def _capture(self, arguments: Arguments, device: torch.device, trained: bool) -> Step:
         for leaf in arguments.leaves:
             check_values(leaf, arguments.sizes)
-        self._captures: int = self._captures + 1
-        if self._captures > 4 * self._max_graphs:
+        self.captures: int = self.captures + 1
+        if self.captures > 4 * self._max_graphs:
             self._warn(
-                f"most batches may need new graphs: {self._captures} captured, {self._max_graphs}"
+                f"most batches may need new graphs: {self.captures} captured, {self._max_graphs}"
                 " kept"
             )
         if len(self._steps) >= self._max_graphs:

@@ -109,7 +109,9 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] 
     segments: dict[int | str, list[int | str]] = {}
     for leaf, (size, rows) in zip(leaves, keys):
         if leaf.kind == OFFSETS:
-            segments.setdefault(size, []).append(rows)
+            counted = segments.setdefault(size, [])
+            if leaf.role is None:  # the padding of a role's rows is in the segments that there are
+                counted.append(rows)
         for key, number in ((rows, leaf.rows), (size, leaf.size)):
             if number >= 0:
                 numbers[key] = max(number, numbers.get(key, 0))
@@ -134,8 +136,7 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] 
         needs = [
             _cdiv(found[rows] - fewest[rows], _cdiv(fewest[rows], numbers[size]))
             for rows in segments[size]
-            # the padding of a role's rows is in the segments that there are
-            if rows in found and not isinstance(rows, str)
+            if rows in found
         ]
         if not add(size, max(1, *needs) if needs else 1):
             return None

@@ -109,10 +109,10 @@ def test_a_batch_of_cached_users_runs_little_outside_of_its_graphs(
     users = [user for user in range(25) if ranker.histories.length(user) < 40][:count]
     for _ in range(2):
         ranker.score([requests.of(user, 1, 3) for user in users])
-    before, Frozen.replays = ranker.run._captures, 0
+    before, Frozen.replays = ranker.run.captures, 0
     with Outside() as outside:
         ranker.score([requests.of(user, 1, 3) for user in users])
-    assert ranker.run._captures == before and Frozen.replays == replays
+    assert ranker.run.captures == before and Frozen.replays == replays
     assert sum(outside.counts.values()) <= limit
     for op in ("index_select.default", "index.Tensor", "searchsorted.Tensor"):
         assert not outside.counts[f"aten.{op}"]

@@ -240,7 +240,7 @@ def test_a_replay_with_arguments_on_the_host_copies_once():
         assert torch.equal(x, y)
     copies = {x.key: x.count for x in profile.key_averages() if "HtoD" in x.key}
     assert copies == {"Memcpy HtoD (Pinned -> Device)": 1}
-    assert graph._captures == 1
+    assert graph.captures == 1
 
 
 @pytest.mark.gpu
