@@ -595,8 +595,8 @@ class UserRows:
     def __contains__(self, user: int) -> bool:
         return user in self._row
 
-    def assign(self, users: Sequence[int]) -> torch.Tensor:
-        """int64 [users] on the host, the rows to write: those that the users have, or free ones."""
+    def assign(self, users: Iterable[int]) -> None:
+        """Give free rows to those of the users who have none."""
         new = [user for user in users if user not in self._row]
         if len(new) > len(self._free):
             known, self._count = self._count, 2 * self._count + len(new)
@@ -604,7 +604,6 @@ class UserRows:
             self._grow(self._count)
         for user in new:
             self._row[user] = self._free.pop()
-        return self.of(users)
 
     def of(self, users: Iterable[int | None]) -> torch.Tensor:
         """int64 [users] on the host, the users' rows."""
@@ -621,12 +620,15 @@ def _length(parts: Sequence[NewEvents]) -> int:
     return sum([len(part.item) for part in parts])
 
 
-def _positioned(begins: Sequence[int], events: Sequence[list[NewEvents]]) -> jm.Jagged:
-    """The items of the users' events, and their positions from `begins` on."""
-    lengths, begin = [*map(_length, events)], np.array(begins)
-    position, _ = ranges(begin, begin + lengths)
-    items = [part.item for parts in events for part in parts]
-    return _jagged([np.concatenate(items), position], lengths)
+def _positioned(
+    users: Sequence[int], begins: dict[int, int], events: dict[int, list[NewEvents]]
+) -> jm.Jagged:
+    """The items of the users' events, which not all have, and their positions from `begins` on."""
+    lengths = {user: _length(parts) for user, parts in events.items()}
+    begin = np.array([begins[user] for user in events])
+    position, _ = ranges(begin, begin + [*lengths.values()])
+    items = [part.item for parts in events.values() for part in parts]
+    return _jagged([np.concatenate(items), position], [lengths.get(user, 0) for user in users])
 
 
 class SequenceRanker(Ranker):
@@ -655,11 +657,7 @@ class SequenceRanker(Ranker):
             begins, events = self._to_encode(requests)
             joint = self.cache is None or self.appends_and_scores
             encoded = users if joint else list(events)
-            ids = None
-            if events:
-                ids = _positioned(
-                    [begins.get(x, 0) for x in encoded], [events.get(x, []) for x in encoded]
-                )
+            ids = _positioned(encoded, begins, events) if events else None
             targets, counts = _targets(requests)
             candidates = _jagged(targets[:, None], counts)
         if self.cache is None:
@@ -669,11 +667,11 @@ class SequenceRanker(Ranker):
             if len(self._encoded) > 2 * len(self.cache) + 1024:
                 self._encoded.keep(set(self.cache.users()))
             if events:
-                written = self._encoded.assign(list(events))
+                self._encoded.assign(events)
+                written = self._encoded.of(x if x in events else None for x in encoded)
                 if joint:
-                    written = self._encoded.of(x if x in events else None for x in users)
-                    others = dict(written=written, rows=self._encoded.of(users))
-                    return self.cache.append(users, ids, targets=candidates, **others)
+                    others = dict(targets=candidates, rows=self._encoded.of(users))
+                    return self.cache.append(users, ids, written=written, **others)
                 self.cache.append(encoded, ids, written=written)
         return self.run(targets=candidates, rows=self._encoded.of(users))
 

@@ -149,7 +149,7 @@ class RankingStep(Step):
         appends = x.history is not None
         if appends:
             new = head.interaction.cache(head.encode(x)[0]).layers[0]
-            kept = jm.HistoryCache((kept.layers[0].room.write(new.values),))
+            kept.layers[0].write(new.values)
         targets = head.targets(x)
         # the parts of models with a cache leave the users' vectors as they are
         interest = head.interaction.score(targets, kept).values

@@ -283,7 +283,6 @@ class Arguments:
             spare = x.room.storage.shape[0] - 1
             room = (
                 self._add(name, ROOM, x.room.rows, number=spare),
-                self._flatten_pages(name, x.room.grown),
                 self._add(name, STORAGE, x.room.storage),
                 self._add_scales(name, x.room.scales),
             )
@@ -384,10 +383,9 @@ def _build(spec: tuple[Any, ...], tensors: Sequence[Any], rows: Sequence[int]) -
         segmentation = segmentation_of(tensors[offsets])
         x = PagedRows(tensors[storage], tensors[offsets], pages, segmentation, dtype)
         if room is not None:
-            written, grown, with_spare, scales = room
+            written, with_spare, scales = room
             factors = None if scales is None else tensors[scales]
-            all_rows = _build(grown, tensors, rows)
-            x.room = Room(tensors[written], all_rows, tensors[with_spare], factors)
+            x.room = Room(tensors[written], tensors[with_spare], factors)
         return x
     built = [_build(part, tensors, rows) for part in parts[0]]
     return built if kind == "list" else tuple(built)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
-from ..containers.pages import DTYPES_OF_8_BITS, room_of
+from ..containers.pages import DTYPES_OF_8_BITS
 from ..dtypes import names
 from ..scalars import check_kind, check_size, to_ints
 from ..submodules import submodules
@@ -33,8 +33,8 @@ class CachingLayer(Protocol):
     these methods.
 
     append_reads_cache: whether the keys and values of new events depend on the cached rows. A layer
-        may also have `append_writes_pages`: whether its `append` then writes them into the rows
-        that a `PagedRows` with room reserves; and `takes_host_tables`: whether it copies tables of
+        may also have `append_writes_pages`: whether its `append` then takes `PagedRows` with room,
+        and writes them there; and `takes_host_tables`: whether it copies tables of
         pages from the host itself, as graphs do.
     max_cached_rows: how many of the latest rows the next events and targets see; None: all.
     """
@@ -178,14 +178,15 @@ class PagedHistoryCache:
         """
         users = listed_users(users)
         with self._lock:
-            weights, missing = self._current_weights(), list[Hashable]()
+            weights, known = self._current_weights(), self._table.users
+            missing = list[Hashable]()
             for user in users:
-                if self._is_cached(user, weights):
-                    self._table.touch(user)
-                    self._hits += 1
+                if user in known and known[user].weights == weights:
+                    known.move_to_end(user)
                 else:
                     missing.append(user)
-                    self._misses += 1
+            self._hits += len(users) - len(missing)
+            self._misses += len(missing)
             return missing
 
     def statistics(self) -> CacheStatistics:
@@ -283,12 +284,11 @@ class PagedHistoryCache:
             self._wait_for_readers()
             ranges = table.reserve(users, lengths)
         try:
-            cached = self._with_room([table.users[user] for user in users], ranges)
-            outputs, added = self.layer.append(events, cached, **others)
+            known = [table.users[user] for user in users]
+            layers = self._rows.with_room(known, ranges, others.get("timestamps"))
+            cached = self._rows.history(layers, self.layer.max_cached_rows)
+            outputs, _ = self.layer.append(events, cached, **others)
             with self._ordered():
-                room = room_of(cached.layers[0])
-                if room is not None:
-                    self._rows.write_timestamps(room.rows, added.timestamps)
                 table.count(users, lengths)
                 self._keep_last(table, users)
         except BaseException:
@@ -389,11 +389,11 @@ class PagedHistoryCache:
 
     def _check_cached(self, users: Sequence[Hashable]) -> PageTable:
         check_sequence(users)
-        weights = self._current_weights()
+        weights, known = self._current_weights(), self._table.users
         for user in users:
-            if self._is_cached(user, weights):
+            if user in known and known[user].weights == weights:
                 continue
-            stale = user in self._table.users
+            stale = user in known
             raise KeyError(
                 f"user {user!r} {'was cached with other weights' if stale else 'is not cached'}:"
                 " put the history first"
@@ -444,13 +444,6 @@ class PagedHistoryCache:
         # which all layers, and what is mapped to other tensors of them, share
         shared = layers[0].tables[1].table.untyped_storage()
         weakref.finalize(shared, self._read.append, (pinned, stream)).atexit = False
-        return self._rows.history(layers, self.layer.max_cached_rows)
-
-    def _with_room(self, known: Sequence[UserPages], ranges: Sequence[RowRange]) -> HistoryCache:
-        """The users' rows from the start of their pages, with these ranges after them as room."""
-        layers = self._rows.in_pages(known, [x.begin for x in ranges])
-        for layer, room in zip(layers, self._rows.rooms(known, ranges)):
-            layer.room = room
         return self._rows.history(layers, self.layer.max_cached_rows)
 
     def _unpin(self) -> None:

@@ -216,13 +216,15 @@ def test_rows_of_users():
         nonlocal table
         table = torch.cat([table, torch.full((count - len(table),), torch.nan)])
 
-    assert 0 not in UserRows(lambda count: None, 8).assign(range(8))
+    rows = UserRows(lambda count: None, 8)
+    rows.assign(range(8))
+    assert 0 not in rows.of(range(8)) and rows.of([None]).tolist() == [0]
     rows = UserRows(grow, 8)
     for _ in range(200):
         users = random.choice(300, int(random.integers(1, 40)), replace=False).tolist()
         new = torch.randn(len(users))
-        written = rows.assign(users)  # which may make another table
-        table[written] = new
+        rows.assign(users)  # which may make another table
+        table[rows.of(users)] = new
         expected.update(zip(users, new, strict=True))
         if random.random() < 0.1:
             kept = set(random.choice(300, 100, replace=False).tolist())
