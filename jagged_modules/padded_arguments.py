@@ -63,8 +63,8 @@ class Capacities(NamedTuple):
 class Leaf(NamedTuple):
     """A tensor among the arguments. size: of its first dimension; of offsets and page tables, the
     number of segments. rows: that these count. number: of a page table, the rows of a page; of rows
-    that are written, the one that padding is written to. role: the argument whose rows have
-    capacities of their own."""
+    that are written, the one that padding is written to. keys: what the capacities of size and rows
+    depend on: these numbers, or the argument whose rows have capacities of their own."""
 
     name: str
     kind: str
@@ -72,7 +72,7 @@ class Leaf(NamedTuple):
     size: int = -1
     rows: int = -1
     number: int = 0
-    role: str | None = None
+    keys: tuple[int | str, int | str] = (-1, -1)
 
     def shape(self, capacities: Capacities) -> tuple[int, ...]:
         """The buffer's shape."""
@@ -83,38 +83,30 @@ class Leaf(NamedTuple):
             return (capacities.rows // self.number + capacities.size,)
         return capacities.size + (self.kind == OFFSETS), *x[1:]
 
-    @property
-    def keys(self) -> tuple[int | str, int | str]:
-        """What the capacities of size and rows depend on: the number, or the role."""
-        if self.role is None:
-            return self.size, self.rows
-        if self.kind in (OFFSETS, TABLE):
-            return self.size, self.role
-        return (self.size if self.size < 0 else self.role), -1
-
 
 def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] | None:
     """The capacities of each leaf. None: there are none.
 
     Different sizes have different capacities, so that the first dimension of a result tells which
-    size it has. Rows of a role have one capacity, whatever other sizes are equal to theirs.
+    size it has. Rows of a named argument have one capacity, whatever other sizes are equal to theirs.
 
     The padding gets so many segments that none is longer than the mean of the real ones (rounded
     up, at least 1). So its rows cost what real rows cost, and meet every limit on the length of a
     segment that the batch meets. The number of segments is enough for the fewest rows of the
     bucket: it does not change with each batch.
     """
-    keys = [leaf.keys for leaf in leaves]
     numbers: dict[int | str, int] = {}
     segments: dict[int | str, list[int | str]] = {}
-    for leaf, (size, rows) in zip(leaves, keys):
+    for leaf in leaves:
+        size, rows = leaf.keys
         if leaf.kind == OFFSETS:
             counted = segments.setdefault(size, [])
-            if leaf.role is None:  # the padding of a role's rows is in the segments that there are
+            if rows == leaf.rows:  # padding of named arguments is in the segments that there are
                 counted.append(rows)
-        for key, number in ((rows, leaf.rows), (size, leaf.size)):
-            if number >= 0:
-                numbers[key] = max(number, numbers.get(key, 0))
+        if leaf.rows >= 0 and leaf.rows > numbers.get(rows, -1):
+            numbers[rows] = leaf.rows
+        if leaf.size >= 0 and leaf.size > numbers.get(size, -1):
+            numbers[size] = leaf.size
     found: dict[int | str, int] = {}
     fewest: dict[int | str, int] = {}
 
@@ -140,10 +132,11 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] 
         ]
         if not add(size, max(1, *needs) if needs else 1):
             return None
-    capacities = [Capacities(found.get(size, -1), found.get(rows, -1)) for size, rows in keys]
+    get = found.get
+    capacities = [Capacities(get(size, -1), get(rows, -1)) for size, rows in [x.keys for x in leaves]]
     # rows whose number is that of other segments were not counted above
     for leaf, both in zip(leaves, capacities):
-        if leaf.kind == OFFSETS and leaf.role is None:
+        if leaf.kind == OFFSETS and leaf.keys[1] == leaf.rows:
             if _padding_step(leaf, both) > _cdiv(leaf.rows, leaf.size):
                 return None
     return capacities
@@ -197,9 +190,10 @@ class Arguments:
             parts.append((name, self._flatten(name, x)))
         self.spec = len(args), tuple(parts)
         for place, index in self._unknown:
-            self.leaves[place] = self.leaves[place]._replace(
-                rows=self._candidates(self.leaves[place].name, index)
-            )
+            leaf = self.leaves[place]
+            rows = self._candidates(leaf.name, index)
+            keys = leaf.keys[0], leaf.keys[1] if isinstance(leaf.keys[1], str) else rows
+            self.leaves[place] = leaf._replace(rows=rows, keys=keys)
         self.sizes = {x for leaf in self.leaves for x in (leaf.size, leaf.rows)}
 
     @property
@@ -314,10 +308,14 @@ class Arguments:
             if size is None:
                 sized = x.dim() and kind != STORAGE
                 size = x.shape[0] - (kind == OFFSETS) if sized else -1
-            role = self._role
-            if kind == ROOM:  # of the rows of the events, which are written there
-                role = EVENTS if EVENTS in self._roles else None
-            self.leaves.append(Leaf(name, kind, x, size, rows, number, role))
+            keys: tuple[int | str, int | str] = size, rows
+            if self._role is not None and kind in (OFFSETS, TABLE):
+                keys = size, self._role
+            elif kind == ROOM and EVENTS in self._roles:  # the rows of the events are written there
+                keys = EVENTS, rows
+            elif self._role is not None and size >= 0:
+                keys = self._role, rows
+            self.leaves.append(Leaf(name, kind, x, size, rows, number, keys))
         return place
 
     def _candidates(self, name: str, index: CandidateIndex) -> int:

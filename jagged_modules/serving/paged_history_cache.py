@@ -370,14 +370,16 @@ class PagedHistoryCache:
         """The version of the layer's parameters and buffers: equal while nobody writes to them or
         replaces them."""
         layer: Any = self.layer
-        tensors: list[Tensor] = [
-            x
-            for part in submodules(layer)
-            for tensors in (part.__dict__["_parameters"], part.__dict__["_buffers"])
-            for x in tensors.values()
-            if x is not None
-        ]
-        weights = tuple([(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors])
+        tensors: list[Tensor] = []
+        for part in submodules(layer):
+            for own in (part.__dict__["_parameters"], part.__dict__["_buffers"]):
+                if own:
+                    tensors += [x for x in own.values() if x is not None]
+        try:
+            versions = [x._version for x in tensors]
+        except RuntimeError:  # those made in inference mode have none
+            versions = [0 if x.is_inference() else x._version for x in tensors]
+        weights = (*map(Tensor.data_ptr, tensors), *versions)
         if weights != self._weights:
             self._version, self._weights = self._version + 1, weights
             # kept, or new weights could get the addresses of these
@@ -470,6 +472,9 @@ def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def _lengths(rows: Jagged) -> list[int]:
+    if rows.offsets.is_cpu:
+        ends = to_ints(rows.offsets)
+        return [end - begin for begin, end in zip(ends, ends[1:])]
     lengths = rows.host_lengths
     lengths = rows.offsets.diff() if lengths is None else lengths
     if lengths.is_meta:
