@@ -93,7 +93,8 @@ def graphed(
             segments: there are as many graphs as combinations of capacities. The padding is in at
             least one segment; more `capacities` of segments make it shorter. Of a `HistoryCache` in
             pages they are its cached rows, and all rows after an append, whose rows are those of
-            the argument events. Names that a call does not have are ignored.
+            the argument events. Names that a call does not have are ignored. Rows that a
+            `CandidateIndex` counts cannot be named.
         max_graphs: how many buckets are kept; the least recently used ones are dropped. All share
             one memory pool, as only one runs at a time. Each keeps the buffers of its arguments,
             results and gradients.

@@ -88,7 +88,7 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] 
     """The capacities of each leaf. None: there are none.
 
     Different sizes have different capacities, so that the first dimension of a result tells which
-    size it has. Rows of a named argument have one capacity, whatever other sizes are equal to theirs.
+    size it has. Rows of a named argument have one, whatever other sizes are equal to theirs.
 
     The padding gets so many segments that none is longer than the mean of the real ones (rounded
     up, at least 1). So its rows cost what real rows cost, and meet every limit on the length of a
@@ -132,8 +132,7 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] 
         ]
         if not add(size, max(1, *needs) if needs else 1):
             return None
-    get = found.get
-    capacities = [Capacities(get(size, -1), get(rows, -1)) for size, rows in [x.keys for x in leaves]]
+    capacities = [Capacities(*[found.get(key, -1) for key in leaf.keys]) for leaf in leaves]
     # rows whose number is that of other segments were not counted above
     for leaf, both in zip(leaves, capacities):
         if leaf.kind == OFFSETS and leaf.keys[1] == leaf.rows:

@@ -417,10 +417,10 @@ class HSTULayer(Layer):
     def _attend_to_joined(self, rows: Rows, cache: Jagged, times: Times) -> Tensor:
         """Attention of events to the cached rows and the events. It writes the events behind the
         cached rows, or copies both once."""
-        events, keys, timestamps = rows.jagged, with_room(cache), times.cache_timestamps
-        added = torch.cat([rows.k, rows.v], dim=2)
-        if keys is not None:
-            keys.write(added)
+        events, room, timestamps = rows.jagged, with_room(cache), times.cache_timestamps
+        added, keys = torch.cat([rows.k, rows.v], dim=2), cache
+        if room is not None:
+            room.write(added)
         else:
             keys = joined(cache, events.with_values(added))
             if times.timestamps is not None:

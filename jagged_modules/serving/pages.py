@@ -11,7 +11,6 @@ any other user.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
@@ -122,9 +121,9 @@ class PageTable:
         known = [self.touch(user) for user in users]
         ranges = [RowRange(x.pages, x.first + x.length, n) for x, n in zip(known, lengths)]
         counts = [-(-(x.begin + x.length) // self.page_rows) for x in ranges]
-        pinned = self._pins.keys()
+        pinned = set(self._pins)
         if pinned:
-            pinned = pinned - itertools.chain.from_iterable(x.pages for x in known)
+            pinned.difference_update(*[x.pages for x in known])
         self._check(sum(counts), len(users), len(pinned))
         needs = [(x, n) for x, count in zip(known, counts) if (n := count - len(x.pages)) > 0]
         if needs:

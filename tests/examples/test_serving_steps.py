@@ -89,17 +89,12 @@ class Frozen:
 
 @pytest.mark.parametrize(
     "name, count, limit",
-    [
-        ("hstu", 5, 19),
-        ("hstu", 1, 17),
-        ("attention", 5, 25),
-        ("attention", 1, 20),
-    ],
+    [("hstu", 5, 19), ("hstu", 1, 17), ("attention", 5, 25), ("attention", 1, 20)],
 )
 def test_a_batch_of_cached_users_runs_little_outside_of_its_graphs(
     served, monkeypatch, name, count, limit
 ):
-    """Users with and without a new event are one replay. Outside of it no row is read or written."""
+    """Users with and without a new event are one replay, and no row is read or written outside."""
     monkeypatch.setitem(RUNNERS, "cpu", Frozen)
     monkeypatch.setattr(Frozen, "replays", 0)
     ranker = ranker_of(served[name], CACHE, 128, graphs=True)
@@ -114,6 +109,27 @@ def test_a_batch_of_cached_users_runs_little_outside_of_its_graphs(
     assert sum(outside.counts.values()) <= limit
     for op in ("index_select", "index.Tensor", "searchsorted.Tensor", "index_copy_"):
         assert not any(x.startswith(f"aten.{op}") for x in outside.counts)
+
+
+@every_model
+@pytest.mark.parametrize("cache", [0, CACHE], ids=["none", "CACHE"])
+def test_no_graph_is_captured_after_a_warm_up(served, monkeypatch, name, cache):
+    """In 60 random batches of 1 to 25 users, with and without new events, of 1 to 80 candidates per
+    user, as in `test_no_kernel_is_compiled_after_a_warm_up`; the cache loses some of them."""
+    monkeypatch.setitem(RUNNERS, "cpu", Frozen)
+    ranker = ranker_of(served[name], cache, 128, graphs=True)
+    ranker.warm_up(max_users=25, max_candidates=2000)
+    before, requests = ranker.captures, Requests(ranker)
+    assert before == len(ranker.run._steps)
+    for _ in range(60):
+        users = requests.random.permutation(25)[: requests.random.integers(1, 26)].tolist()
+        batch = [
+            requests.of(user, *requests.random.integers([0, 1], [3, 81]).tolist()) for user in users
+        ]
+        ranker.score(batch)
+        if ranker.cache is not None:
+            ranker.cache.evict(requests.random.integers(25, size=3).tolist())
+    assert ranker.captures == before
 
 
 def test_graphs_are_the_default_on_a_gpu_alone(served):

@@ -683,10 +683,7 @@ def test_padded_batches_are_batches(histories, steps, shuffled):
         pad(buffer, leaf, both)
         assert torch.equal(padded, buffer)
         if leaf.kind == OFFSETS:
-            assert (
-                torch.equal(buffer[: leaf.size + 1], leaf.tensor)
-                and buffer[-1] == both.rows
-            )
+            assert torch.equal(buffer[: leaf.size + 1], leaf.tensor) and buffer[-1] == both.rows
             added = buffer.diff()[leaf.size :]
             assert added.min() >= 0 and added.max() <= max([1, *leaf.tensor.diff().tolist()])
         else:
@@ -704,6 +701,36 @@ def test_least_recently_used_graphs_are_dropped(padded):
     for rows in (5, 10, 4, 20, 8):
         graph(torch.randn(rows, 8)).sum().backward()
     assert [step.buffers[0].shape[0] for step in graph._steps.values()] == [24, 8]
+
+
+class TwoMLPs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = jm.JaggedMLP([8, 8])
+
+    def forward(self, x, y):
+        return self.mlp(x), self.mlp(y)
+
+
+def test_rows_of_named_arguments(padded):
+    """A graph for each combination of capacities, whichever sizes are equal by chance; the results
+    of the module."""
+    module = TwoMLPs()
+    graph = jm.graphed(module, capacities=[8, 16], rows=dict(x=[4, 32], y=[16, 64]))
+    for x, y in ([3], [2]), ([2, 0], [1, 1]), ([4], [4]), ([1, 0, 0], [1, 1, 1]), ([0], [0]):
+        for more in 0, 5:
+            x, y = (
+                (torch.randn(sum(n), 8), torch.tensor([0, *n]).cumsum(0))
+                for n in ([more + n for n in x], [10 * more + n for n in y])
+            )
+            for found, expected in zip(graph(x, y), module(x, y)):
+                torch.testing.assert_close(found[0], expected[0])
+            x, y = x[1].diff().tolist(), y[1].diff().tolist()
+    assert graph.captures == 2
+    with pytest.warns(UserWarning, match="sizes above capacities run without a graph"):
+        graph(
+            (torch.randn(33, 8), torch.tensor([0, 33])), (torch.randn(1, 8), torch.tensor([0, 1]))
+        )
 
 
 def test_sizes_above_the_capacities(padded):
@@ -750,6 +777,12 @@ def test_the_first_batch_is_not_kept(padded):
             dict(capacities=[8, 8]),
             ValueError,
             r"capacities must be one or more sizes in ascending order, got \[8, 8\]",
+        ),
+        (dict(rows=8), TypeError, "rows must be a mapping of names to capacities, or None"),
+        (
+            dict(rows={"x": [8, 4]}),
+            ValueError,
+            r"rows\['x'\] must be one or more sizes in ascending order, got \[8, 4\]",
         ),
         (dict(capacities=[0]), ValueError, r"capacities\[0\] must be at least 1, got 0"),
         (
