@@ -49,6 +49,7 @@ from serving_errors import answer_errors, error_response, http_errors
 from serving_events import EventStore
 from serving_kserve import InferAnswer, InferBody, KServe
 from serving_rankers import NewEvents, Ranker, Request
+from serving_warm_up import warm_up
 
 PAGE = Path(__file__).with_name("serving_page.html")
 TRIM_SECONDS = 30  # between calls of trim_heap
@@ -180,7 +181,7 @@ class Service:
         if ranker.device.type == "cuda":
             batches = self.limits.batches
             most = max(batches.max_candidates, self.limits.max_candidates)
-            ranker.warm_up(batches.max_users, most)
+            warm_up(ranker, batches.max_users, most)
         if store is not None:
             ranker.keep_events(store)
         self.batcher = Batcher(

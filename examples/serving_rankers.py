@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ from sequence_model import SequenceModel
 from serving_events import EventStore, StoredEvent
 from serving_histories import NONE, Histories, NewEvents, Request, joined
 from serving_steps import (
-    CAPACITIES,
     GRAPHS,
     CachedStep,
     FeatureTable,
@@ -54,7 +53,6 @@ COMPUTED = (
     "block_size",
     "scores",
 )
-WARM_UP_USERS = 1000  # of whom some have the shortest and the longest histories
 # of the table of the encoder's outputs, if there are as many users: each growth makes new graphs
 FIRST_ROWS = 2**16
 # of a cache's pages: on a GPU attention reads those of 128 rows without a copy
@@ -304,82 +302,6 @@ class Ranker(ABC):
         self.forget()
         self.counts = dict.fromkeys(self.counts, 0)
 
-    def warm_up(self, max_users: int, max_candidates: int) -> None:
-        """Score batches of many sizes, up to these users and candidates, so that no request waits
-        for kernels to be compiled or loaded.
-
-        Which kernels run depends on the numbers of users and candidates and on mean lengths. So
-        batches have the shortest histories of some users, the longest, or both, and mix users with
-        whole histories to encode and users with a new event. With graphs, it captures those of all
-        combinations of capacities instead.
-
-        Call it before the first request: no event and no history of it stays.
-        """
-        if self.run is not self.step:
-            self._capture_graphs(max_users, max_candidates)
-            self.forget()
-            self.counts = dict.fromkeys(self.counts, 0)
-            return
-        with_events = (
-            user for user in range(self.histories.num_users) if self.histories.length(user)
-        )
-        users = sorted(itertools.islice(with_events, WARM_UP_USERS), key=self.histories.length)
-        for count in _powers(2, min(max_users, len(users))):
-            for chosen in (
-                users[:count],
-                users[-count:],
-                users[: count // 2] + users[len(users) - (count + 1) // 2 :],
-            ):
-                # requests that need so much memory are split
-                with suppress(torch.OutOfMemoryError, jm.CacheFull):
-                    self._warm_up(chosen, max_candidates // count)
-            self.forget()
-        self.counts = dict.fromkeys(self.counts, 0)
-
-    def _capture_graphs(self, max_users: int, max_candidates: int) -> None:
-        """Score a batch of each combination of capacities, of users who are not in the log: so they
-        have any number of events. `longest` of padded models has graphs of its own."""
-        rows = _smallest("events", max_users * self.max_history)
-        kept = [0] if self.cache is None else _smallest("kept", max_users * self.max_history)
-        for cached in kept:
-            self.forget()
-            for new in rows if self.cache is None else [0, *rows]:
-                known = self._new_users(0, max(cached - new, not new))
-                batch = self._new_users(len(known), new)
-                if len(known + batch) > max_users:
-                    continue
-                with suppress(torch.OutOfMemoryError, jm.CacheFull):
-                    if known and known[0].user not in self.cache:
-                        self.score(known)
-                    known = [replace(x, events=NONE) for x in known]
-                    batch = known + [replace(x, stores_events=False) for x in batch]
-                    for targets in _smallest("targets", max_candidates):
-                        candidates = np.zeros(max(1, targets + 1 - len(batch)), np.int64)
-                        self.score([replace(batch[0], candidates=candidates), *batch[1:]])
-
-    def _new_users(self, first: int, rows: int) -> list[Request]:
-        """Requests of users behind those of the log, with so many events."""
-        lengths = [self.max_history] * (rows // self.max_history)
-        lengths += [rows % self.max_history] * (rows % self.max_history > 0)
-        events = [NewEvents(*np.zeros((2, length), np.int64)) for length in lengths]
-        item, user = np.zeros(1, np.int64), self.histories.num_users + first
-        return [Request(user + i, item, new) for i, new in enumerate(events)]
-
-    def _warm_up(self, users: list[int], max_candidates: int) -> None:
-        item, event = np.zeros(1, np.int64), NewEvents(np.zeros(1, np.int64), np.zeros(1, np.int64))
-        for num_new in {len(users), len(users) // 2, 1, 0}:
-            # encodes the histories that are not cached
-            self.score([Request(user, item) for user in users])
-            if self.cache is not None:
-                self.cache.evict(users[:num_new])
-            self.score([Request(user, item, event, stores_events=False) for user in users])
-        # of one user, each with a history to encode, a cached one, and a new event
-        kinds = (NONE, NONE, event) if len(users) == 1 else (NONE,)
-        for candidates in _powers(10, max_candidates):
-            items = np.arange(candidates) % self.histories.num_items
-            for new in kinds:
-                self.score([Request(user, items, new, not len(new.item)) for user in users])
-
     def replace_events(self, user: int, events: NewEvents) -> None:
         """Replace the events that requests brought. The user's next request encodes the history
         anew."""
@@ -410,22 +332,6 @@ class Ranker(ABC):
             raise jm.CacheFull(
                 f"the cache has no room for the histories of {len(users)} users at once"
             ) from error
-
-
-def _smallest(name: str, limit: int) -> list[int]:
-    """The smallest size of each capacity of this argument's rows, up to the limit."""
-    capacities = CAPACITIES[name]
-    return [1, *(x + 1 for x in capacities[:-1] if x < limit)]
-
-
-def _powers(base: int, limit: int) -> Iterator[int]:
-    """1, base, base², ... below the limit, and the limit."""
-    power = 1
-    while power < limit:
-        yield power
-        power *= base
-    if limit > 0:
-        yield limit
 
 
 def _merged(requests: Sequence[Request]) -> list[Request]:

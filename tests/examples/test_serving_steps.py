@@ -18,6 +18,7 @@ from ranking_data import bags, keyed
 from ranking_model import embedding_bags, stack_bags
 from serving_models import add_cache_options, add_ranker_options, ranker_from_options, uses_graphs
 from serving_steps import FeatureTable, sums_of_bags, to_device
+from serving_warm_up import warm_up
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import jagged_modules as jm
@@ -118,7 +119,7 @@ def test_no_graph_is_captured_after_a_warm_up(served, monkeypatch, name, cache):
     user, as in `test_no_kernel_is_compiled_after_a_warm_up`; the cache loses some of them."""
     monkeypatch.setitem(RUNNERS, "cpu", Frozen)
     ranker = ranker_of(served[name], cache, 128, graphs=True)
-    ranker.warm_up(max_users=25, max_candidates=2000)
+    warm_up(ranker, max_users=25, max_candidates=2000)
     before, requests = ranker.captures, Requests(ranker)
     assert before == len(ranker.run._steps)
     for _ in range(60):

@@ -717,16 +717,14 @@ def test_rows_of_named_arguments(padded):
     of the module."""
     module = TwoMLPs()
     graph = jm.graphed(module, capacities=[8, 16], rows=dict(x=[4, 32], y=[16, 64]))
-    for x, y in ([3], [2]), ([2, 0], [1, 1]), ([4], [4]), ([1, 0, 0], [1, 1, 1]), ([0], [0]):
-        for more in 0, 5:
-            x, y = (
-                (torch.randn(sum(n), 8), torch.tensor([0, *n]).cumsum(0))
-                for n in ([more + n for n in x], [10 * more + n for n in y])
-            )
+    sizes = [([3], [2]), ([2, 0], [1, 1]), ([4], [4]), ([1, 0, 0], [1, 1, 1]), ([0], [0])]
+    sizes += [([8], [10]), ([4, 4], [17, 17]), ([20, 12], [32, 0])]
+    with torch.no_grad():
+        for both in sizes:
+            x, y = ((torch.randn(sum(n), 8), torch.tensor([0, *n]).cumsum(0)) for n in both)
             for found, expected in zip(graph(x, y), module(x, y)):
                 torch.testing.assert_close(found[0], expected[0])
-            x, y = x[1].diff().tolist(), y[1].diff().tolist()
-    assert graph.captures == 2
+    assert graph.captures == 3
     with pytest.warns(UserWarning, match="sizes above capacities run without a graph"):
         graph(
             (torch.randn(33, 8), torch.tensor([0, 33])), (torch.randn(1, 8), torch.tensor([0, 1]))
