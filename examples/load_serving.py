@@ -451,105 +451,92 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n\n")[0], formatter_class=HelpFormatter
     )
-    parser.add_argument("--weights", type=Path, help="weights.pt of a training run")
+    add = parser.add_argument
+    add("--weights", type=Path, help="weights.pt of a training run")
     add_ranker_options(parser)
-    parser.add_argument(
+    add(
         "--padded",
         type=Path,
         help="weights.pt of a ranking model with --interaction padded, to compare",
     )
-    parser.add_argument(
+    add(
         "--from-json",
         type=Path,
         metavar="FILE",
         help="results.json of a run, whose table and picture are made again",
     )
-    parser.add_argument(
+    add(
         "--out",
         type=Path,
         default=Path("runs/load"),
         help="folder for results.json and the picture",
     )
-    parser.add_argument(
-        "--picture", type=Path, help="file of the picture; OUT/latency.png if not given"
-    )
-    parser.add_argument(
+    add("--picture", type=Path, help="file of the picture; OUT/latency.png if not given")
+    add(
         "--candidates",
         type=int,
         nargs="+",
         default=[1, 10, 70, 1000, 10_000],
         help="candidates of a request",
     )
-    parser.add_argument(
+    add(
         "--rates",
         type=float,
         nargs="+",
         help="requests per second; fractions of the throughput if not given",
     )
-    parser.add_argument(
-        "--fractions", type=float, nargs="+", default=FRACTIONS, help="fractions of the throughput"
-    )
-    parser.add_argument("--seconds", type=float, default=5, help="of each rate")
-    parser.add_argument(
-        "--warm-up", type=float, default=2.0, help="seconds with a full queue before"
-    )
-    parser.add_argument(
+    add("--fractions", type=float, nargs="+", default=FRACTIONS, help="fractions of the throughput")
+    add("--seconds", type=float, default=5, help="of each rate")
+    add("--warm-up", type=float, default=2.0, help="seconds with a full queue before")
+    add(
         "--cache-mb",
         type=float,
         nargs="+",
         default=[256, 0],
         help="budgets of the cache to compare; 0: no cache",
     )
-    parser.add_argument(
+    add(
         "--page-rows",
         type=int,
         nargs="+",
         help="rows of a page to compare; 128 on a GPU, else 16, if not given",
     )
-    parser.add_argument(
-        "--new-events", type=float, default=0.2, help="fraction of requests with a new event"
-    )
-    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the users' popularity")
-    parser.add_argument(
-        "--limit-ms", type=float, default=80, help="limit of p99 that defines the knee"
-    )
-    parser.add_argument("--deadline-ms", type=float, default=1000, help="deadline of each request")
-    parser.add_argument(
-        "--max-users", type=int, default=Limits.max_users, help="requests of a batch"
-    )
-    parser.add_argument(
+    add("--new-events", type=float, default=0.2, help="fraction of requests with a new event")
+    add("--zipf", type=float, default=1.0, help="exponent of the users' popularity")
+    add("--limit-ms", type=float, default=80, help="limit of p99 that defines the knee")
+    add("--deadline-ms", type=float, default=1000, help="deadline of each request")
+    add("--max-users", type=int, default=Limits.max_users, help="requests of a batch")
+    add(
         "--batch-candidates",
         type=int,
         default=20_000,
         help="of a batch, or twice those of a request; not with --http",
     )
-    parser.add_argument(
+    add(
         "--max-wait-ms",
         type=float,
         default=1e3 * Limits.max_wait,
         help="how long a request waits for others of its batch",
     )
-    parser.add_argument(
+    add(
         "--http",
         action="store_true",
         help="serve in a process of its own, and send the requests over HTTP",
     )
-    parser.add_argument(
+    add(
         "--processes",
         type=int,
         default=1,
         help="serve in so many processes, each with a part of the users",
     )
-    parser.add_argument(
+    add(
         "--batches",
         type=int,
         default=0,
         help="only time so many batches, without a queue, of each way in turn",
     )
-    parser.add_argument(
-        "--soak", type=int, default=0, help="seconds at one rate, to see whether the memory grows"
-    )
-    parser.add_argument(
+    add("--soak", type=int, default=0, help="seconds at one rate, to see whether the memory grows")
+    add(
         "--soak-fraction",
         type=float,
         default=0.5,
