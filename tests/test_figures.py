@@ -242,6 +242,23 @@ def test_steps_of_the_examples():
     ]
 
 
+def test_layers_beside_their_floors():
+    """Each row of the table is that of the record; the share is its floor over its time."""
+    rows = {(row["case"], row["implementation"]): row for row in read(H200)["rows"]}
+    text = (ROOT / "docs/decisions/layers-as-nodes.md").read_text(encoding="utf-8")
+    stated = re.findall(r"^\| `(\w+\(\d+, \d+\))`, (.*?) \| (.*) \|$", text, re.MULTILINE)
+    assert len(stated) == 8
+    forms = ["floor", "jagged_modules", "jagged_modules, compiled", "a user's layer, compiled"]
+    for layer, size, cells in stated:
+        found = [rows.get((f"{layer}, {size}", form)) for form in forms]
+        floor, node, compiled, user = (row and row["forward_backward_ms"] for row in found)
+        times = [floor, node, floor / node, compiled, user]
+        memory = [row and row["forward_backward_peak_bytes"] / 2**20 for row in found[1::2]]
+        expected = ["–" if x is None else f"{x:.3g}".removeprefix("0") for x in times]
+        expected += ["–" if x is None else f"{x:,.0f}" for x in memory]
+        assert cells.split(" | ") == expected, layer
+
+
 def test_free_running_steps():
     """Those of the guide to performance: kept objects, new ones, on the host, padded, graphed."""
     rows = {
