@@ -259,6 +259,25 @@ def test_layers_beside_their_floors():
         assert cells.split(" | ") == expected, layer
 
 
+def test_biases_beside_flex_attention():
+    """ms forward / forward + backward, of softmax over full segments."""
+    rows = {
+        (row["case"], row["implementation"]): [
+            f"{row[part]:.3g}".removeprefix("0") if row.get(part) else "–"
+            for part in ("forward_ms", "forward_backward_ms")
+        ]
+        for row in read(H200)["rows"]
+        if row["op"] == "bias" and row["table"].startswith("softmax")
+    }
+    text = (ROOT / "docs/decisions/relative-bias.md").read_text(encoding="utf-8")
+    table = text.partition("Beside `flex_attention`")[2]
+    cases = [(dim, bias) for dim in (64, 128) for bias in ("position", "position and time")]
+    for label, name in ("here", "jagged_modules"), ("`flex_attention`", "flex_attention"):
+        (line,) = re.findall(rf"^\| {label} \| (.*) \|$", table, re.MULTILINE)
+        found = [rows[f"B128 N1024 D{dim}", f"{name}, {bias}"] for dim, bias in cases]
+        assert [cell.split(" / ") for cell in line.split(" | ")] == found
+
+
 def test_free_running_steps():
     """Those of the guide to performance: kept objects, new ones, on the host, padded, graphed."""
     rows = {
