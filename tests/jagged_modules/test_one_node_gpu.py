@@ -55,6 +55,11 @@ LAYERS = {
         width, heads, 2 * width, activation="gelu", mask=CAUSAL
     ),
 }
+# Their gradients have steps, where an error of z counts in full: not beside float64 in 16 bits.
+WITH_STEPS = {
+    "relu": lambda width, heads: jm.JaggedMLP([width, 2 * width, width]),
+    "encoder-relu": lambda width, heads: jm.JaggedEncoderLayer(width, heads, 2 * width),
+}
 SEEDS = 32
 # widths, heads; every second of them has small head dims and large ones
 SIZES = [(64, 1), (96, 1), (512, 4), (64, 4), (96, 4), (256, 2), (128, 8), (1024, 8)]
@@ -94,7 +99,7 @@ class Case:
 
     def __init__(self, name, width=64, heads=2, dtype=torch.float32, lengths=LENGTHS):
         torch.manual_seed(0)
-        self.layer = LAYERS[name](width, heads).to(dtype)
+        self.layer = (LAYERS | WITH_STEPS)[name](width, heads).to(dtype)
         self.exact = copy.deepcopy(self.layer).double()
         self.layer.cuda()
         rows, has_targets = [sum(lengths)], name == "self-targets"
@@ -447,6 +452,25 @@ def test_dropout_of_an_encoder(nodes, name, enabled):
     (expected,) = torch.autograd.grad(of_modules, x, do.to(of_modules))
     operands = torch.bfloat16 if enabled else torch.float32
     assert_rounded([out, dx], [of_modules, expected], operands, sum(LENGTHS), name)
+
+
+@pytest.mark.parametrize("probability", [0, 0.25])
+@pytest.mark.parametrize("name", WITH_STEPS)
+def test_relu(nodes, name, probability):
+    """In fp32, beside the modules."""
+    case = Case(name)
+    for module in case.layer.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = probability
+
+    def results():
+        torch.manual_seed(3)
+        return case.results(case.layer, enabled=False)
+
+    actual = results()
+    assert len(nodes) == 1
+    with in_modules():
+        assert_rounded(actual, results(), torch.float32, sum(LENGTHS), name)
 
 
 @pytest.mark.parametrize("name", ["block", "blocks"])
