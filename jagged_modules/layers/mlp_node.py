@@ -9,8 +9,8 @@ That of each activation adds up the bias' gradient in the same pass.
 
     h = dropout(act(x W₁ᵀ + b₁)),  y = h W₂ᵀ + b₂        a feed-forward network
 
-Its backward computes h again. ReLU's derivative follows from its result, also after dropout, whose
-gradient is 0 where h is: then no z is kept, and h is not computed again.
+Its backward computes h again. ReLU is the GEMM's, and its derivative follows from its result, also
+after dropout, whose gradient is 0 where h is: there is no z, and h is not computed again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..functional.linear import relu_linear
 from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import cleared, with_zero_tail
 from .one_node import (
@@ -73,10 +74,10 @@ class _Node(torch.autograd.Function):
         trains = any(ctx.needs_input_grad)
         y, parameters = cleared(x, end, dtype), tuple(cast(dtype, *parameters))
         for weight, bias in zip(parameters[::2], parameters[1::2]):
-            x, z = y, linear(y, weight, bias)
-            y = activated(z, activation, gated)
+            x = y
+            y, z = _activated_linear(x, weight, bias, activation, gated)
             if trains:
-                saved += x, weight, y if keeps_result(activation) else z
+                saved += x, weight, z
         ctx.save_for_backward(end, *saved)
         return with_zero_tail(y, end)
 
@@ -100,6 +101,17 @@ class _Node(torch.autograd.Function):
                 return None, None, *[None] * first, *gradients
             dy, end = dx, None  # it is 0 behind the end
         return dy, None, *gradients
+
+
+def _activated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor, activation: str, gated: bool
+) -> tuple[Tensor, Tensor]:
+    """act(z), and what its backward reads."""
+    if keeps_result(activation):
+        y = relu_linear(x, weight, bias)
+        return y, y
+    z = linear(x, weight, bias)
+    return activated(z, activation, gated), z
 
 
 def _layer_gradients(
@@ -162,8 +174,8 @@ def _hidden(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """h, and what is saved but for the second weight."""
     weight, bias = parameters
-    z = linear(rows, weight, bias)
-    h, kept = dropped(activated(z, *network[:2]), network.dropout)
+    h, z = _activated_linear(rows, weight, bias, *network[:2])
+    h, kept = dropped(h, network.dropout)
     return h, [rows, weight, h if keeps_result(network.activation) else z, kept]
 
 
