@@ -530,6 +530,15 @@ def test_dropout_of_an_encoder(nodes, name, probability):
     torch.testing.assert_close(case.results(case.layer), in_modules(case))
 
 
+@pytest.mark.parametrize("name", ["mlp", "relu", "encoder-False-rms-relu", "layer"])
+def test_the_result_outlives_the_backward(nodes, name):
+    case = CASES[name]()
+    out = case.run(case.layer, *(x.clone().requires_grad_() for x in case.inputs))
+    before = out.detach().clone()
+    out.sum().backward()
+    assert torch.equal(out, before) and len(nodes) == 1
+
+
 def test_relu_keeps_the_next_layers_input_alone(nodes):
     """Other activations keep z beside it."""
 
