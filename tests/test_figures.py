@@ -278,6 +278,21 @@ def test_biases_beside_flex_attention():
         assert [cell.split(" / ") for cell in line.split(" | ")] == found
 
 
+def test_dins_table():
+    """ms forward, ms forward + backward, MB."""
+    rows = {(row["case"], row["implementation"]): row for row in read(H200)["rows"]}
+    table = (ROOT / "docs/guides/din.md").read_text(encoding="utf-8").partition("| activation |")[2]
+    stated = re.findall(r"^\| (\w+) \| (.*?) \| (.*?) \|$", table, re.MULTILINE)
+    assert len(stated) == 4
+    for activation, *cells in stated:
+        case = f"512 users, 50 per user, 400 events, E=64, {activation.lower()}"
+        for cell, name in zip(cells, ("jagged_modules", "a row for each pair"), strict=True):
+            row = rows[case, name]
+            times = [row["forward_ms"], row["forward_backward_ms"]]
+            memory = f"{row['forward_backward_peak_bytes'] / 1e6:,.0f}"
+            assert cell == ", ".join([*(f"{x:.3g}".removeprefix("0") for x in times), memory])
+
+
 def test_free_running_steps():
     """Those of the guide to performance: kept objects, new ones, on the host, padded, graphed."""
     rows = {
