@@ -49,6 +49,7 @@ from serving_errors import answer_errors, error_response, http_errors
 from serving_events import EventStore
 from serving_kserve import InferAnswer, InferBody, KServe
 from serving_rankers import NewEvents, Ranker, Request
+from serving_warm_up import warm_up
 
 PAGE = Path(__file__).with_name("serving_page.html")
 TRIM_SECONDS = 30  # between calls of trim_heap
@@ -107,6 +108,7 @@ class Metrics:
         counters |= {
             f"rank_histories_{name}": value for name, value in service.ranker.counts.items()
         }
+        counters["rank_graph_captures"] = service.ranker.captures
         if service.ranker.device.type == "cuda":
             gauges["rank_device_bytes"] = torch.cuda.memory_allocated(service.ranker.device)
             gauges["rank_device_peak_bytes"] = torch.cuda.max_memory_allocated(
@@ -177,7 +179,9 @@ class Service:
         self.is_stopping = False
         self._trims_at = time.monotonic() + TRIM_SECONDS
         if ranker.device.type == "cuda":
-            ranker.warm_up(self.limits.batches.max_users, self.limits.max_candidates)
+            batches = self.limits.batches
+            most = max(batches.max_candidates, self.limits.max_candidates)
+            warm_up(ranker, batches.max_users, most)
         if store is not None:
             ranker.keep_events(store)
         self.batcher = Batcher(

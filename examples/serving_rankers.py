@@ -14,8 +14,8 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -53,7 +53,6 @@ COMPUTED = (
     "block_size",
     "scores",
 )
-WARM_UP_USERS = 1000  # of whom some have the shortest and the longest histories
 # of the table of the encoder's outputs, if there are as many users: each growth makes new graphs
 FIRST_ROWS = 2**16
 # of a cache's pages: on a GPU attention reads those of 128 rows without a copy
@@ -133,9 +132,10 @@ class Ranker(ABC):
         dense.to(dtype)
         self.device = next(model.parameters()).device
         max_bytes, page_rows, cache_dtype = cache
-        self.rounds = cache_dtype is not None
         if page_rows is None:
             page_rows = PAGE_ROWS.get(self.device.type, 128)
+        # attention reads such pages where they are, and an append may score too, in one step
+        self.appends_and_scores = page_rows % 128 == 0 and page_rows.bit_count() == 1
         self.run: Any = jm.graphed(self.step, **GRAPHS) if graphs else self.step
         self.cache: jm.PagedHistoryCache | None = None
         if max_bytes:
@@ -225,6 +225,11 @@ class Ranker(ABC):
             self.store.forget(str(self.histories.users[user]))
         self.replace_events(user, NONE)
 
+    @property
+    def captures(self) -> int:
+        """How many batches waited until graphs of their sizes were captured."""
+        return self.run.captures if self.run is not self.step else 0
+
     @abstractmethod
     def _cached_layer(self) -> CachedStep:
         """The layer whose keys and values are cached."""
@@ -297,47 +302,6 @@ class Ranker(ABC):
         self.forget()
         self.counts = dict.fromkeys(self.counts, 0)
 
-    def warm_up(self, max_users: int, max_candidates: int) -> None:
-        """Score batches of many sizes, up to these users and candidates, so that no request waits
-        for kernels to be compiled or loaded.
-
-        Which kernels run depends on the numbers of users and candidates and on mean lengths. So
-        batches have the shortest histories of some users, the longest, or both, and mix users with
-        whole histories to encode and users with a new event.
-
-        Call it before the first request: no event and no history of it stays.
-        """
-        with_events = (
-            user for user in range(self.histories.num_users) if self.histories.length(user)
-        )
-        users = sorted(itertools.islice(with_events, WARM_UP_USERS), key=self.histories.length)
-        for count in _powers(2, min(max_users, len(users))):
-            for chosen in (
-                users[:count],
-                users[-count:],
-                users[: count // 2] + users[len(users) - (count + 1) // 2 :],
-            ):
-                # requests that need so much memory are split
-                with suppress(torch.OutOfMemoryError, jm.CacheFull):
-                    self._warm_up(chosen, max_candidates // count)
-            self.forget()
-        self.counts = dict.fromkeys(self.counts, 0)
-
-    def _warm_up(self, users: list[int], max_candidates: int) -> None:
-        item, event = np.zeros(1, np.int64), NewEvents(np.zeros(1, np.int64), np.zeros(1, np.int64))
-        for num_new in {len(users), len(users) // 2, 1, 0}:
-            # encodes the histories that are not cached
-            self.score([Request(user, item) for user in users])
-            if self.cache is not None:
-                self.cache.evict(users[:num_new])
-            self.score([Request(user, item, event, stores_events=False) for user in users])
-        # of one user, each with a history to encode, a cached one, and a new event
-        kinds = (NONE, NONE, event) if len(users) == 1 else (NONE,)
-        for candidates in _powers(10, max_candidates):
-            items = np.arange(candidates) % self.histories.num_items
-            for new in kinds:
-                self.score([Request(user, items, new, not len(new.item)) for user in users])
-
     def replace_events(self, user: int, events: NewEvents) -> None:
         """Replace the events that requests brought. The user's next request encodes the history
         anew."""
@@ -368,16 +332,6 @@ class Ranker(ABC):
             raise jm.CacheFull(
                 f"the cache has no room for the histories of {len(users)} users at once"
             ) from error
-
-
-def _powers(base: int, limit: int) -> Iterator[int]:
-    """1, base, base², ... below the limit, and the limit."""
-    power = 1
-    while power < limit:
-        yield power
-        power *= base
-    if limit > 0:
-        yield limit
 
 
 def _merged(requests: Sequence[Request]) -> list[Request]:
@@ -454,13 +408,14 @@ class RankingRanker(Ranker):
         fresh = self._users_to_encode(requests)
         with self.stages("lookup"):
             ids, users = self._ids(requests), [request.user for request in requests]
-            events = self._events([request for request in requests if request.user in fresh])
+            joint = self.cache is None or self.appends_and_scores
+            encoded = requests if joint else [x for x in requests if x.user in fresh]
+            events = self._events(encoded, fresh) if fresh else {}
         if self.cache is None:
             return self.run(**ids, **events)
         with self.stages("cache"):
-            if fresh and len(requests) == 1 and not self.rounds:
-                # one replay, as of a next-item model. For more users it takes longer than `put`
-                self._begin_anew(users)
+            if fresh and joint:
+                self._begin_anew(list(fresh))
                 return self.cache.append(users, events.pop("events"), ids=ids | events)
             if fresh:
                 self.cache.put(list(fresh), events)
@@ -489,15 +444,14 @@ class RankingRanker(Ranker):
         targets, lengths = _targets(requests)
         return dict(users=users, targets=_jagged([targets, self.items.columns[targets]], lengths))
 
-    def _events(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """The ids of the users' histories, as `RankingStep.inputs` takes them."""
-        if not requests:
-            return {}
-        (item, rating), lengths = self._windows(requests, self.max_history)
+    def _events(self, requests: Sequence[Request], fresh: Container[int]) -> dict[str, Any]:
+        """The ids of the histories of these users, of others none, as `RankingStep.inputs` takes
+        them."""
+        (item, rating), lengths = self._windows(requests, self.max_history, fresh)
         columns = [item, rating, ages(np.array(lengths)), self.items.columns[item]]
         events: dict[str, Any] = dict(events=_jagged(columns, lengths))
         if self.dataset.max_stream:
-            stream, lengths = self._windows(requests, self.dataset.max_stream)
+            stream, lengths = self._windows(requests, self.dataset.max_stream, fresh)
             events["stream"] = _jagged([*stream], lengths)
         if self._pads:
             # each is a graph of its own
@@ -505,9 +459,14 @@ class RankingRanker(Ranker):
             events["longest"] = min(longest, self.max_history)
         return events
 
-    def _windows(self, requests: Sequence[Request], count: int) -> tuple[NewEvents, list[int]]:
-        """The last events of the users, one user after another, and their numbers."""
-        windows = [self.histories.parts(x.user, x.events, count) for x in requests]
+    def _windows(
+        self, requests: Sequence[Request], count: int, fresh: Container[int]
+    ) -> tuple[NewEvents, list[int]]:
+        """The last events of these users, one user after another, and their numbers."""
+        windows = [
+            self.histories.parts(x.user, x.events, count) if x.user in fresh else []
+            for x in requests
+        ]
         return joined(*itertools.chain.from_iterable(windows)), [*map(_length, windows)]
 
     @torch.no_grad()
@@ -515,7 +474,7 @@ class RankingRanker(Ranker):
         head, request = self.model.head, Request(user, candidates)
         if not isinstance(head.interaction, jm.JaggedTargetAttention):
             return None
-        ids = self._ids([request]) | self._events([request])
+        ids = self._ids([request]) | self._events([request], [user])
         x = self.step.inputs(**to_device(ids, self.device))
         history, _ = head.encode(x)
         k, _ = head.interaction.cache(history).layers[0].values.chunk(2, dim=2)
@@ -525,7 +484,7 @@ class RankingRanker(Ranker):
 
 
 class UserRows:
-    """Which row of a tensor each user has. No user has row 0, to which padding is written.
+    """Which row of a tensor each user has. No user, None, has row 0, to which padding is written.
 
     grow: gives the tensor so many rows.
     """
@@ -542,8 +501,8 @@ class UserRows:
     def __contains__(self, user: int) -> bool:
         return user in self._row
 
-    def assign(self, users: Sequence[int]) -> torch.Tensor:
-        """int64 [users] on the host, the rows to write: those that the users have, or free ones."""
+    def assign(self, users: Iterable[int]) -> None:
+        """Give free rows to those of the users who have none."""
         new = [user for user in users if user not in self._row]
         if len(new) > len(self._free):
             known, self._count = self._count, 2 * self._count + len(new)
@@ -551,11 +510,11 @@ class UserRows:
             self._grow(self._count)
         for user in new:
             self._row[user] = self._free.pop()
-        return self.of(users)
 
-    def of(self, users: Sequence[int]) -> torch.Tensor:
+    def of(self, users: Iterable[int | None]) -> torch.Tensor:
         """int64 [users] on the host, the users' rows."""
-        return torch.from_numpy(np.array([self._row[user] for user in users], dtype=np.int64))
+        rows = [0 if user is None else self._row[user] for user in users]
+        return torch.from_numpy(np.array(rows, dtype=np.int64))
 
     def keep(self, users: Container[int]) -> None:
         """Drop the rows of all other users."""
@@ -567,12 +526,15 @@ def _length(parts: Sequence[NewEvents]) -> int:
     return sum([len(part.item) for part in parts])
 
 
-def _positioned(begins: dict[int, int], events: dict[int, list[NewEvents]]) -> jm.Jagged:
-    """The items of the users' events, and their positions from `begins` on."""
-    lengths, begin = [*map(_length, events.values())], np.array([begins[x] for x in events])
-    position, _ = ranges(begin, begin + lengths)
+def _positioned(
+    users: Sequence[int], begins: dict[int, int], events: dict[int, list[NewEvents]]
+) -> jm.Jagged:
+    """The items of the users' events, which not all have, and their positions from `begins` on."""
+    lengths = {user: _length(parts) for user, parts in events.items()}
+    begin = np.array([begins[user] for user in events])
+    position, _ = ranges(begin, begin + [*lengths.values()])
     items = [part.item for parts in events.values() for part in parts]
-    return _jagged([np.concatenate(items), position], lengths)
+    return _jagged([np.concatenate(items), position], [lengths.get(user, 0) for user in users])
 
 
 class SequenceRanker(Ranker):
@@ -597,8 +559,11 @@ class SequenceRanker(Ranker):
 
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
         with self.stages("lookup"):
+            users = [request.user for request in requests]
             begins, events = self._to_encode(requests)
-            ids, grown = _positioned(begins, events) if events else None, list(events)
+            joint = self.cache is None or self.appends_and_scores
+            encoded = users if joint else list(events)
+            ids = _positioned(encoded, begins, events) if events else None
             targets, counts = _targets(requests)
             candidates = _jagged(targets[:, None], counts)
         if self.cache is None:
@@ -607,15 +572,14 @@ class SequenceRanker(Ranker):
             self._begin_anew([user for user, begin in begins.items() if not begin])
             if len(self._encoded) > 2 * len(self.cache) + 1024:
                 self._encoded.keep(set(self.cache.users()))
-            if grown:
-                # One user's events and scores are one replay. Batches of more users would need
-                # graphs of many more sizes.
-                whole = dict(targets=candidates) if len(requests) == 1 else {}
-                rows = self._encoded.assign(grown)
-                scores = self.cache.append(grown, ids, rows=rows, **whole)
-                if whole:
-                    return scores
-        return self.run(targets=candidates, rows=self._encoded.of([x.user for x in requests]))
+            if events:
+                self._encoded.assign(events)
+                written = self._encoded.of(x if x in events else None for x in encoded)
+                if joint:
+                    others = dict(targets=candidates, rows=self._encoded.of(users))
+                    return self.cache.append(users, ids, written=written, **others)
+                self.cache.append(encoded, ids, written=written)
+        return self.run(targets=candidates, rows=self._encoded.of(users))
 
     def _to_encode(
         self, requests: Sequence[Request]

@@ -19,10 +19,13 @@ from torchrec import EmbeddingBagCollection, JaggedTensor
 
 import jagged_modules as jm
 
-# of jm.graphed. Few capacities, so that few batches after the warm-up need a new graph: requests
-# wait for it. Up to 1,024 rows, padding costs the device little; batches with more than the last
-# run without a graph
-GRAPHS = dict(capacities=[32, 256, *(2**n for n in range(10, 18))], max_graphs=128)
+# of jm.graphed. Few capacities, so that the warm-up captures all graphs: requests wait for those
+# that it leaves out. Up to 1,024 rows, padding costs the device little; batches with more than the
+# last run without a graph. There are at least 64 segments, so that those of the padding are short:
+# of cached rows, they are read for the padding alone
+ROWS = [32, 256, *(2**n for n in range(10, 18))]
+CAPACITIES = dict(events=ROWS, stream=ROWS, targets=ROWS, kept=[2**13, 2**15, 2**17])
+GRAPHS = dict(capacities=[2**n for n in range(6, 18)], rows=CAPACITIES, max_graphs=256)
 
 
 class FeatureTable:
@@ -135,26 +138,23 @@ class RankingStep(Step):
         """The logits [C]; with `kept`, of targets of cached histories. Without targets, the keys
         and values of the events.
 
-        With `kept` and events, which follow these histories without rows, a pair as of a layer's
-        `append`: the logits, and the events' keys and values, without those that are written into
-        the room of `kept`.
+        With `kept` and events, which are written behind these histories, a pair as of a layer's
+        `append`: the logits, and no keys and values.
         """
-        head, x, added = self.model.head, self.inputs(**ids), None
+        head, x = self.model.head, self.inputs(**ids)
         if x.items is None:
             return head.interaction.cache(head.encode(x)[0])
         if kept is None:
             return head(x)
-        if x.history is not None:
-            room = getattr(kept.layers[0], "room", None)
-            kept = added = head.interaction.cache(head.encode(x)[0])
-            if room is not None:
-                kept = jm.HistoryCache((room.write(added.layers[0].values),))
-                added = jm.HistoryCache(())
+        appends = x.history is not None
+        if appends:
+            new = head.interaction.cache(head.encode(x)[0]).layers[0]
+            kept.layers[0].write(new.values)
         targets = head.targets(x)
         # the parts of models with a cache leave the users' vectors as they are
         interest = head.interaction.score(targets, kept).values
         logits = head.logits(x, x.users, targets.values, interest)
-        return logits if added is None else (logits, added)
+        return (logits, jm.HistoryCache(())) if appends else logits
 
     def _look_up(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         return functional.embedding(ids[:, 0], self.model.sequences.embeddings[table].weight)
@@ -208,18 +208,19 @@ class SequenceStep(Step):
         self,
         events: jm.Jagged | None = None,
         kept: jm.HistoryCache | None = None,
+        written: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
         targets: jm.Jagged | None = None,
     ) -> Any:
         """The scores [C] of the targets' items.
 
         Args:
-            events: [N, 2], item and position in the window; no segment is empty.
+            events: [N, 2], item and position in the window; without `kept`, no segment is empty.
             kept: the cached histories that the events follow. The result is then a pair as of a
                 layer's `append`: the scores, if there are targets, and the events' keys and values,
                 without those that are written into the room of `kept`.
-            rows: of `encoded`. Those of the events' users are written, else those of the targets'
-                users are read.
+            written: rows of `encoded`, to which the last outputs of the events' users are written.
+            rows: of `encoded`, of the targets' users.
             targets: [C, 1], items.
         """
         encoder, embedded, added = self.model.encoder, {}, None
@@ -231,13 +232,12 @@ class SequenceStep(Step):
                 encoded = last_rows(encoder.encoder(inputs))
             else:
                 outputs, added = encoder.encoder.append(inputs, kept)
-                encoded = last_rows(outputs)
-                self.encoded.index_copy_(0, rows, encoded)
+                self.encoded.index_copy_(0, written, last_rows(outputs))
                 if getattr(kept.layers[0], "room", None) is not None:
                     added = jm.HistoryCache(())
                 if targets is None:
                     return None, added
-        else:
+        if rows is not None:
             encoded = self.encoded.index_select(0, rows)
         embedded["target"] = self._look_up("item", targets.values, targets.offsets)
         embedded["rival"] = self._look_up("item", targets.values[:0], targets.offsets[:1])
@@ -252,7 +252,7 @@ class SequenceStep(Step):
 
 
 def last_rows(x: jm.Jagged) -> torch.Tensor:
-    """The last row [B, width] of each segment, of which none is empty."""
+    """The last row [B, width] of each segment; of an empty one, that of any."""
     return x.values[x.offsets[1:] - 1]
 
 

@@ -112,7 +112,14 @@ class Step:
         )
         # what each result is: a place among the arguments, a capacity, or a constant
         self._results: list[Any] | None = None
-        self._rows = [capacities.get(leaf.rows, -1) for leaf in arguments.leaves]
+        self._rows = [both.rows for both in capacities]
+        # of a capacity, the leaf whose size or rows it is, and which of the two
+        self._places = {
+            capacity: (place, number)
+            for place, both in enumerate(capacities)
+            for number, capacity in enumerate(both)
+            if capacity >= 0
+        }
         self._buffers = Buffers(arguments.leaves, capacities, device)
         self.buffers = self._buffers.tensors
         self.pad(arguments)
@@ -206,7 +213,8 @@ class Step:
     def results(self, arguments: Arguments, call: Call | None) -> Any:
         """The module's result for arguments that `pad` has copied. call: gets the gradients, if
         given."""
-        sizes = {capacity: size for size, capacity in arguments.capacities.items()}
+        both = [(leaf.size, leaf.rows) for leaf in arguments.leaves]
+        sizes = {capacity: both[i][j] for capacity, (i, j) in self._places.items()}
         leaves = [leaf.tensor for leaf in arguments.leaves]
         if call is None:
             outputs = iter(self.forward(sizes))

@@ -39,6 +39,7 @@ def graphed(
     *,
     steps_per_octave: int = 8,
     capacities: Sequence[int] | None = None,
+    rows: Mapping[str, Sequence[int]] | None = None,
     max_graphs: int = 16,
     offsets: Mapping[str, str] | None = None,
 ) -> M:
@@ -58,6 +59,8 @@ def graphed(
 
     Arguments on the host are padded there, and all go to the device in one copy from page-locked
     memory. If all of them are there, to the device of the module's parameters.
+
+    `captures` of the result counts the batches that captured graphs.
 
     The result shares the module's parameters, buffers, submodules and state_dict, under the same
     names, and has its other attributes for reading. Parameters may change in place (optimizers,
@@ -85,6 +88,13 @@ def graphed(
         steps_per_octave: capacities between two powers of two. With 8, rows are padded by at most
             an eighth, or to the next multiple of 8.
         capacities: the capacities instead, in ascending order, for sizes of any kind.
+        rows: names of arguments, each with the capacities of its rows, in ascending order. Other
+            sizes that happen to be equal then lead to no graph of their own, nor do lengths of
+            segments: there are as many graphs as combinations of capacities. The padding is in at
+            least one segment; more `capacities` of segments make it shorter. Of a `HistoryCache` in
+            pages they are its cached rows, and all rows after an append, whose rows are those of
+            the argument events. Names that a call does not have are ignored. Rows that a
+            `CandidateIndex` counts cannot be named.
         max_graphs: how many buckets are kept; the least recently used ones are dropped. All share
             one memory pool, as only one runs at a time. Each keeps the buffers of its arguments,
             results and gradients.
@@ -120,13 +130,10 @@ def graphed(
     check_size("steps_per_octave", steps_per_octave)
     check_size("max_graphs", max_graphs)
     if capacities is not None:
-        check_kind("capacities", capacities, (list, tuple), "a sequence of ints")
-        for i, size in enumerate(capacities):
-            check_size(f"capacities[{i}]", size)
-        if not capacities or any(x >= y for x, y in zip(capacities, capacities[1:])):
-            raise ValueError(
-                f"capacities must be one or more sizes in ascending order, got {list(capacities)}"
-            )
+        _check_capacities("capacities", capacities)
+    check_kind("rows", rows, (Mapping, type(None)), "a mapping of names to capacities, or None")
+    for name, sizes in (rows or {}).items():
+        _check_capacities(f"rows[{name!r}]", sizes)
     check_kind("offsets", offsets, (Mapping, type(None)), "a mapping of names to names, or None")
     names = [*inspect.signature(module.forward).parameters]
     for name in (*(offsets or {}), *(offsets or {}).values()):
@@ -134,9 +141,23 @@ def graphed(
             raise ValueError(
                 f"offsets must name arguments of the module's forward, {names}, got {name!r}"
             )
-    buckets = Buckets(steps_per_octave, None if capacities is None else tuple(capacities))
+    buckets = Buckets(
+        steps_per_octave,
+        None if capacities is None else tuple(capacities),
+        {name: tuple(sizes) for name, sizes in (rows or {}).items()},
+    )
     # has the calls and attributes of the module
     return cast(M, _Graphed(module, buckets, max_graphs, names, dict(offsets or {})))
+
+
+def _check_capacities(name: str, capacities: Any) -> None:
+    check_kind(name, capacities, (list, tuple), "a sequence of ints")
+    for i, size in enumerate(capacities):
+        check_size(f"{name}[{i}]", size)
+    if not capacities or any(x >= y for x, y in zip(capacities, capacities[1:])):
+        raise ValueError(
+            f"{name} must be one or more sizes in ascending order, got {list(capacities)}"
+        )
 
 
 class _Graphed(nn.Module):
@@ -170,7 +191,7 @@ class _Graphed(nn.Module):
     def _empty() -> dict[str, Any]:
         """The state that copies do not get. _last: a weak reference to the last call that has a
         backward."""
-        return dict(_steps=OrderedDict[Any, Step](), _last=None, _captures=0, _warned=set[str]())
+        return dict(_steps=OrderedDict[Any, Step](), _last=None, captures=0, _warned=set[str]())
 
     @one_module
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +206,7 @@ class _Graphed(nn.Module):
         state = _state(inner)
         if state is None:  # torch.func.functional_call replaces the parameters
             return inner(*args, **kwargs)
-        arguments = Arguments(args, kwargs, names, self._offsets)
+        arguments = Arguments(args, kwargs, names, self._offsets, self._buckets.rows)
         device = arguments.device
         if device is None or device.type == "cpu":
             device = state.device or device
@@ -225,19 +246,17 @@ class _Graphed(nn.Module):
         return step.results(arguments, call)
 
     def _key(self, arguments: Arguments, device: torch.device, trained: bool, state: Any) -> Any:
-        capacities = arguments.capacities
         leaves = tuple(
             (
                 leaf.kind,
                 x.dtype,
                 x.shape[1:],
                 trained and x.requires_grad,
-                capacities.get(leaf.size),
-                capacities.get(leaf.rows),
+                both,
                 x.is_cpu,
                 (x.data_ptr(), x.shape, x.stride()) if leaf.kind == STORAGE else None,
             )
-            for leaf in arguments.leaves
+            for leaf, both in zip(arguments.leaves, arguments.capacities)
             for x in (leaf.tensor,)
         )
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
@@ -252,10 +271,10 @@ class _Graphed(nn.Module):
     def _capture(self, arguments: Arguments, device: torch.device, trained: bool) -> Step:
         for leaf in arguments.leaves:
             check_values(leaf, arguments.sizes)
-        self._captures: int = self._captures + 1
-        if self._captures > 4 * self._max_graphs:
+        self.captures: int = self.captures + 1
+        if self.captures > 4 * self._max_graphs:
             self._warn(
-                f"most batches may need new graphs: {self._captures} captured, {self._max_graphs}"
+                f"most batches may need new graphs: {self.captures} captured, {self._max_graphs}"
                 " kept"
             )
         if len(self._steps) >= self._max_graphs:

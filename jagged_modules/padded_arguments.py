@@ -10,7 +10,7 @@ import bisect
 import ctypes
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,30 +29,42 @@ UNIT = 8  # capacities are multiples of it, unless the caller lists them
 ROWS, OFFSETS, ORDER, SCALAR = "rows", "offsets", "order", "scalar"
 # of rows in pages: the storage, which stays where it is; the page table; the rows that are written
 STORAGE, TABLE, ROOM = "storage", "table", "room"
+EVENTS = "events"  # the argument of `append`
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
 
 
 class Buckets(NamedTuple):
-    """The capacities: multiples of UNIT, of which an octave has `steps`; or those of the list."""
+    """The capacities: multiples of UNIT, of which an octave has `steps`; or those of the list.
+    rows: those of the rows of these arguments."""
 
     steps: int
     capacities: tuple[int, ...] | None = None
+    rows: Mapping[str, tuple[int, ...]] = {}
 
-    def of(self, size: int) -> tuple[int, int] | None:
+    def of(self, size: int, role: str | None = None) -> tuple[int, int] | None:
         """The smallest size of this size's bucket, and its capacity. None above all capacities."""
-        if self.capacities is None:
+        capacities = self.capacities if role is None else self.rows[role]
+        if capacities is None:
             capacity, unit = bucket_of(size, self.steps, UNIT)
             return (0 if capacity == unit else capacity - unit + 1), capacity
-        place = bisect.bisect_left(self.capacities, size)
-        if place == len(self.capacities):
+        place = bisect.bisect_left(capacities, size)
+        if place == len(capacities):
             return None
-        return (self.capacities[place - 1] + 1 if place else 0), self.capacities[place]
+        return (capacities[place - 1] + 1 if place else 0), capacities[place]
+
+
+class Capacities(NamedTuple):
+    """Of a leaf's size and of the rows that it counts; -1: it has none."""
+
+    size: int
+    rows: int
 
 
 class Leaf(NamedTuple):
     """A tensor among the arguments. size: of its first dimension; of offsets and page tables, the
     number of segments. rows: that these count. number: of a page table, the rows of a page; of rows
-    that are written, the one that padding is written to."""
+    that are written, the one that padding is written to. keys: what the capacities of size and rows
+    depend on: these numbers, or the argument whose rows have capacities of their own."""
 
     name: str
     kind: str
@@ -60,68 +72,78 @@ class Leaf(NamedTuple):
     size: int = -1
     rows: int = -1
     number: int = 0
+    keys: tuple[int | str, int | str] = (-1, -1)
 
-    def shape(self, capacities: Mapping[int, int]) -> tuple[int, ...]:
+    def shape(self, capacities: Capacities) -> tuple[int, ...]:
         """The buffer's shape."""
         x = self.tensor.shape
         if self.kind == SCALAR:
             return tuple(x)
         if self.kind == TABLE:
-            return (capacities[self.rows] // self.number + capacities[self.size],)
-        return capacities[self.size] + (self.kind == OFFSETS), *x[1:]
+            return (capacities.rows // self.number + capacities.size,)
+        return capacities.size + (self.kind == OFFSETS), *x[1:]
 
 
-def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> dict[int, int] | None:
-    """The capacity of each size. None: there is none.
+def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] | None:
+    """The capacities of each leaf. None: there are none.
 
     Different sizes have different capacities, so that the first dimension of a result tells which
-    size it has.
+    size it has. Rows of a named argument have one, whatever other sizes are equal to theirs.
 
     The padding gets so many segments that none is longer than the mean of the real ones (rounded
     up, at least 1). So its rows cost what real rows cost, and meet every limit on the length of a
     segment that the batch meets. The number of segments is enough for the fewest rows of the
     bucket: it does not change with each batch.
     """
-    segments: dict[int, list[int]] = {}
+    numbers: dict[int | str, int] = {}
+    segments: dict[int | str, list[int | str]] = {}
     for leaf in leaves:
+        size, rows = leaf.keys
         if leaf.kind == OFFSETS:
-            segments.setdefault(leaf.size, []).append(leaf.rows)
-    found: dict[int, int] = {}
-    fewest: dict[int, int] = {}
+            counted = segments.setdefault(size, [])
+            if rows == leaf.rows:  # padding of named arguments is in the segments that there are
+                counted.append(rows)
+        if leaf.rows >= 0 and leaf.rows > numbers.get(rows, -1):
+            numbers[rows] = leaf.rows
+        if leaf.size >= 0 and leaf.size > numbers.get(size, -1):
+            numbers[size] = leaf.size
+    found: dict[int | str, int] = {}
+    fewest: dict[int | str, int] = {}
 
-    def add(size: int, spare: int = 0) -> bool:
-        bucket = buckets.of(size + spare)
+    def add(key: int | str, spare: int = 0) -> bool:
+        size = numbers[key]
+        bucket = buckets.of(size + spare, key if isinstance(key, str) else None)
         if bucket is None:
             return False
         capacity = bucket[1]
         while capacity in found.values():
             capacity += UNIT
-        found[size], fewest[size] = capacity, max(bucket[0], min(size, capacity // 2))
+        found[key], fewest[key] = capacity, max(bucket[0], min(size, capacity // 2))
         return True
 
-    for leaf in leaves:
-        if leaf.size >= 0:
-            for size in (leaf.rows, leaf.size) if leaf.kind == OFFSETS else (leaf.size,):
-                if size not in found and size not in segments and not add(size):
-                    return None
-    for size in sorted(segments, reverse=True):
+    for key in numbers:
+        if key not in segments and not add(key):
+            return None
+    for size in sorted(segments, key=numbers.__getitem__, reverse=True):
         needs = [
-            _cdiv(found[rows] - fewest[rows], _cdiv(fewest[rows], size))
+            _cdiv(found[rows] - fewest[rows], _cdiv(fewest[rows], numbers[size]))
             for rows in segments[size]
             if rows in found
         ]
         if not add(size, max(1, *needs) if needs else 1):
             return None
+    capacities = [Capacities(*[found.get(key, -1) for key in leaf.keys]) for leaf in leaves]
     # rows whose number is that of other segments were not counted above
-    for size, all_rows in segments.items():
-        if any(_padding_step(rows, size, found) > _cdiv(rows, size) for rows in all_rows):
-            return None
-    return found
+    for leaf, both in zip(leaves, capacities):
+        if leaf.kind == OFFSETS and leaf.keys[1] == leaf.rows:
+            if _padding_step(leaf, both) > _cdiv(leaf.rows, leaf.size):
+                return None
+    return capacities
 
 
-def _padding_step(rows: int, size: int, capacities: Mapping[int, int]) -> int:
+def _padding_step(leaf: Leaf, capacities: Capacities) -> int:
     """Rows of a padding segment."""
-    return _cdiv(capacities[rows] - rows, capacities[size] - size)
+    return _cdiv(capacities.rows - leaf.rows, capacities.size - leaf.size)
 
 
 def _cdiv(x: int, y: int) -> int:
@@ -134,9 +156,11 @@ def _cdiv(x: int, y: int) -> int:
 
 class Arguments:
     """The tensors of a call's arguments, and a hashable description of everything else, `spec`,
-    from which `build` makes arguments. capacities: of their sizes, by the caller."""
+    from which `build` makes arguments. capacities: of their sizes, by the caller.
 
-    capacities: Mapping[int, int]
+    roles: the arguments whose rows have capacities of their own."""
+
+    capacities: Sequence[Capacities]
 
     def __init__(
         self,
@@ -144,6 +168,7 @@ class Arguments:
         kwargs: dict[str, Any],
         names: Sequence[str],
         offsets: Mapping[str, str],
+        roles: Collection[str] = (),
     ) -> None:
         named = {
             names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)
@@ -157,11 +182,17 @@ class Arguments:
             if named.get(name) is not None
         }
         self._unknown: list[tuple[int, CandidateIndex]] = []
-        self.spec = len(args), tuple((name, self._flatten(name, x)) for name, x in named.items())
+        self._roles, self._role = roles, None
+        parts = list[tuple[str, tuple[Any, ...]]]()
+        for name, x in named.items():
+            self._role = name if name in roles else None
+            parts.append((name, self._flatten(name, x)))
+        self.spec = len(args), tuple(parts)
         for place, index in self._unknown:
-            self.leaves[place] = self.leaves[place]._replace(
-                rows=self._candidates(self.leaves[place].name, index)
-            )
+            leaf = self.leaves[place]
+            rows = self._candidates(leaf.name, index)
+            keys = leaf.keys[0], leaf.keys[1] if isinstance(leaf.keys[1], str) else rows
+            self.leaves[place] = leaf._replace(rows=rows, keys=keys)
         self.sizes = {x for leaf in self.leaves for x in (leaf.size, leaf.rows)}
 
     @property
@@ -245,7 +276,6 @@ class Arguments:
             spare = x.room.storage.shape[0] - 1
             room = (
                 self._add(name, ROOM, x.room.rows, number=spare),
-                self._flatten_pages(name, x.room.grown),
                 self._add(name, STORAGE, x.room.storage),
                 self._add_scales(name, x.room.scales),
             )
@@ -277,7 +307,14 @@ class Arguments:
             if size is None:
                 sized = x.dim() and kind != STORAGE
                 size = x.shape[0] - (kind == OFFSETS) if sized else -1
-            self.leaves.append(Leaf(name, kind, x, size, rows, number))
+            keys: tuple[int | str, int | str] = size, rows
+            if self._role is not None and kind in (OFFSETS, TABLE):
+                keys = size, self._role
+            elif kind == ROOM and EVENTS in self._roles:  # the rows of the events are written there
+                keys = EVENTS, rows
+            elif self._role is not None and size >= 0:
+                keys = self._role, rows
+            self.leaves.append(Leaf(name, kind, x, size, rows, number, keys))
         return place
 
     def _candidates(self, name: str, index: CandidateIndex) -> int:
@@ -343,10 +380,9 @@ def _build(spec: tuple[Any, ...], tensors: Sequence[Any], rows: Sequence[int]) -
         segmentation = segmentation_of(tensors[offsets])
         x = PagedRows(tensors[storage], tensors[offsets], pages, segmentation, dtype)
         if room is not None:
-            written, grown, with_spare, scales = room
+            written, with_spare, scales = room
             factors = None if scales is None else tensors[scales]
-            all_rows = _build(grown, tensors, rows)
-            x.room = Room(tensors[written], all_rows, tensors[with_spare], factors)
+            x.room = Room(tensors[written], tensors[with_spare], factors)
         return x
     built = [_build(part, tensors, rows) for part in parts[0]]
     return built if kind == "list" else tuple(built)
@@ -364,14 +400,14 @@ class Buffers:
     device in one copy."""
 
     def __init__(
-        self, leaves: Sequence[Leaf], capacities: Mapping[int, int], device: torch.device
+        self, leaves: Sequence[Leaf], capacities: Sequence[Capacities], device: torch.device
     ) -> None:
         self.tensors: list[Tensor] = []
         self._written: list[Tensor] = []  # by `pad`
         self._parts, end = list[tuple[int, int] | None](), 0  # of the leaves, in bytes
-        for leaf in leaves:
+        for leaf, both in zip(leaves, capacities):
             if leaf.tensor.is_cpu and leaf.kind != STORAGE:
-                size = math.prod(leaf.shape(capacities)) * leaf.tensor.element_size()
+                size = math.prod(leaf.shape(both)) * leaf.tensor.element_size()
                 self._parts.append((end, end + size))
                 end += -(-size // _ALIGNMENT) * _ALIGNMENT
             else:
@@ -382,39 +418,39 @@ class Buffers:
         memory = (ctypes.c_ubyte * end).from_address(self._on_host.data_ptr())
         self._bytes = memoryview(memory).cast("B") if end else memoryview(b"")
         self._copied = torch.cuda.Event() if on_gpu and end else None
-        for leaf, part in zip(leaves, self._parts):
+        for leaf, part, both in zip(leaves, self._parts, capacities):
             x = leaf.tensor
             if leaf.kind == STORAGE:
                 buffer = written = x
             elif part is not None:
-                shape = leaf.shape(capacities)
+                shape = leaf.shape(both)
                 written, buffer = (
                     whole[slice(*part)].view(x.dtype).view(shape)
                     for whole in (self._on_host, self._on_device)
                 )
             else:
-                shape = leaf.shape(capacities)
+                shape = leaf.shape(both)
                 buffer = written = torch.zeros(shape, dtype=x.dtype, device=device)
             self.tensors.append(buffer)
             self._written.append(written)
 
     @torch.no_grad()
-    def pad(self, leaves: Sequence[Leaf], capacities: Mapping[int, int]) -> None:
+    def pad(self, leaves: Sequence[Leaf], capacities: Sequence[Capacities]) -> None:
         """Copy the leaves' tensors into the buffers, and write the rest of these."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy of the call before
-        for buffer, leaf, part in zip(self._written, leaves, self._parts):
+        for buffer, leaf, part, both in zip(self._written, leaves, self._parts, capacities):
             if part is not None and leaf.tensor.dtype in _TYPECODES:
-                _pad_integers(self._bytes, *part, leaf, capacities)
+                _pad_integers(self._bytes, *part, leaf, both)
             else:
-                pad(buffer, leaf, capacities)
+                pad(buffer, leaf, both)
         if len(self._on_host):
             self._on_device.copy_(self._on_host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
 
-def pad(buffer: Tensor, leaf: Leaf, capacities: Mapping[int, int]) -> None:
+def pad(buffer: Tensor, leaf: Leaf, capacities: Capacities) -> None:
     """Copy the leaf's tensor into the buffer, and write the rest of the buffer."""
     x, size = leaf.tensor, leaf.size
     if leaf.kind == STORAGE:
@@ -424,10 +460,10 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Mapping[int, int]) -> None:
     elif leaf.kind == OFFSETS:
         buffer[: size + 1].copy_(x, non_blocking=True)
         tail, first = buffer[size + 1 :], leaf.rows
-        step = _padding_step(first, size, capacities)
+        step = _padding_step(leaf, capacities)
         last = first + step * len(tail)
         torch.arange(first + step, last + 1, step, out=tail, device=tail.device)
-        tail.clamp_(max=capacities[leaf.rows])
+        tail.clamp_(max=capacities.rows)
     else:
         size = x.shape[0]
         buffer[:size].copy_(x, non_blocking=True)
@@ -438,7 +474,7 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Mapping[int, int]) -> None:
 
 
 def _pad_integers(
-    memory: memoryview, begin: int, end: int, leaf: Leaf, capacities: Mapping[int, int]
+    memory: memoryview, begin: int, end: int, leaf: Leaf, capacities: Capacities
 ) -> None:
     """`pad` of a leaf on the host, in these bytes of the buffers. Each operator of torch would take
     longer than all of it."""
@@ -453,7 +489,7 @@ def _pad_integers(
     count = (end - rest) // x.itemsize
     tail: array[int] = array(_TYPECODES[x.dtype])
     if leaf.kind == OFFSETS:
-        step, last = _padding_step(leaf.rows, size, capacities), capacities[leaf.rows]
+        step, last = _padding_step(leaf, capacities), capacities.rows
         tail.extend(range(leaf.rows + step, min(leaf.rows + step * count, last) + 1, step))
         tail.extend([last] * (count - len(tail)))
     else:

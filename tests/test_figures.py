@@ -184,6 +184,55 @@ def test_figures_of_histories_in_8_bits():
     ]
 
 
+LOADS = "0.25 of the knee", "0.5 of the knee", "0.75 of the knee", "knee"
+BATCHES = [(users, new) for users, shares in ((1, (0, 1)), (32, (0, 0.2, 1))) for new in shares]
+
+
+def figures_of_the_server(record: dict) -> list[str]:
+    """Rows of the tables of docs/serving.md, "-" where nothing was measured, and a sentence about a
+    soak, if there was one."""
+    latencies, rows = {}, []
+    for x in sorted(record["results"], key=lambda x: x["rate"]):
+        key = x["way"], x.get("kind", "knee")
+        if key[1] != "knee":
+            latencies[key] = x
+        elif key not in latencies or latencies[key].get("is_good"):
+            good = x["p99_ms"] <= 80 and not (x["refused"] or x["late"] or x["failed"])
+            if good or key not in latencies:
+                latencies[key] = x | {"is_good": good}
+            else:
+                latencies[key] = latencies[key] | {"is_good": False}
+    for way in dict.fromkeys(x["way"] for x in record["results"]):
+        found = [latencies.get((way, kind)) for kind in LOADS]
+        cells = ["-" if x is None else f"{x['p50_ms']:.1f}, {x['p99_ms']:.1f}" for x in found]
+        rows.append(f"| {way} | {found[-1]['rate']:,.0f} | {' | '.join(cells)} |")
+    batches = {tuple(key.split(" | ")): ms for key, ms in record["batch_ms"].items()}
+    for way in dict.fromkeys(key[0] for key in batches):
+        pairs = [
+            [batches.get((way, f"{users} x {count}", f"events {new:g}")) for count in (10, 70)]
+            for users, new in BATCHES
+        ]
+        cells = ["-" if None in pair else " / ".join(f"{x:.2f}" for x in pair) for pair in pairs]
+        rows.append(f"| {way} | {' | '.join(cells)} |")
+    if soak := record.get("soak"):
+        lost = sum(x["refused"] + x["late"] + x["failed"] for x in soak)
+        rows.append(
+            f"A soak of {len(soak)} minutes at {soak[0]['rate']:,.0f} requests/s: p99 at most"
+            f" {max(x['p99_ms'] for x in soak):.1f} ms, {lost} requests not answered, memory of the"
+            f" process {soak[0]['memory_mb']:,.0f} MB after the first minute and"
+            f" {soak[-1]['memory_mb']:,.0f} MB at the end."
+        )
+    return rows
+
+
+def test_figures_of_the_server():
+    record = read("examples/results/serving-h200.json")
+    text = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    section = text.partition("**One H200**")[2].partition("\n**")[0]
+    rows = re.findall(r"^(?:\| (?:next-item|ranking), |A soak of ).*$", section, re.MULTILINE)
+    assert rows == figures_of_the_server(record)
+
+
 def test_costs_beside_recbole():
     """Those of docs/results.md. RecBole pads each history to its number of inputs."""
     record = read("examples/results/recbole.json")

@@ -50,8 +50,8 @@ class PagedRows(Jagged):
     storage: `[num_pages · page_rows, ...]`, on the device of the pages' table and of offsets.
     host: where these two come from at their first use; None: they are there.
     dtype: of `values`; another one than that of the storage if the pages have scales.
-    room: where an HSTU's `append` writes the keys and values of the events that follow; None:
-    nowhere.
+    room: for a layer's `append`, where it writes the keys and values of the new events. The
+    offsets and the pages are those of all rows, with the events.
     """
 
     room: Room | None = None
@@ -111,6 +111,17 @@ class PagedRows(Jagged):
     def device(self) -> torch.device:
         return self.storage.device
 
+    def write(self, events: Tensor) -> None:
+        """Write the events `[N, ...]` into the room. ValueError if they have another dtype."""
+        assert self.room is not None
+        if events.dtype != self.dtype:
+            raise ValueError(
+                "the layer's keys and values must keep the dtype of the first put,"
+                f" {self.dtype}, got {events.dtype}"
+            )
+        rows, storage, scales = self.room
+        write_rows(storage, scales, rows.to(storage.device, non_blocking=True), events)
+
     def __reduce__(self) -> tuple[object, ...]:
         """A copy has a storage with the pages of its table alone."""
         pages, entries = self.pages, self.pages.table.long()
@@ -128,27 +139,13 @@ class PagedRows(Jagged):
 
 
 class Room(NamedTuple):
-    """Reserved rows for the events that follow those of `PagedRows`. rows: int64 `[N]` of the
-    storage, on its device or on the host, in the order of the events. grown: the rows and the
-    events after them. storage, scales: those of the rows with a spare row behind them, which no
-    page has."""
+    """The rows of the last events of `PagedRows`, which are to be written. rows: int64 `[N]` of the
+    storage, on its device or on the host, in the order of the events. storage, scales: those of the
+    rows with a spare row behind them, which no page has."""
 
     rows: Tensor
-    grown: PagedRows
     storage: Tensor
     scales: Tensor | None = None
-
-    def write(self, events: Tensor) -> PagedRows:
-        """Write the events `[N, ...]`. Returns all rows. ValueError if the events have another
-        dtype."""
-        if events.dtype != self.grown.dtype:
-            raise ValueError(
-                "the layer's keys and values must keep the dtype of the first put,"
-                f" {self.grown.dtype}, got {events.dtype}"
-            )
-        rows = self.rows.to(self.storage.device, non_blocking=True)
-        write_rows(self.storage, self.scales, rows, events)
-        return self.grown
 
 
 def paged_operands(rows: Jagged) -> tuple[Tensor, Pages | None]:
@@ -159,9 +156,9 @@ def paged_operands(rows: Jagged) -> tuple[Tensor, Pages | None]:
     return rows.values, None
 
 
-def room_of(rows: Jagged) -> Room | None:
-    """The room for events that follow these rows."""
-    return rows.room if isinstance(rows, PagedRows) else None
+def with_room(rows: Jagged) -> PagedRows | None:
+    """The rows, if they have room for new events."""
+    return rows if isinstance(rows, PagedRows) and rows.room is not None else None
 
 
 def write_rows(storage: Tensor, scales: Tensor | None, rows: Tensor, new: Tensor) -> None:

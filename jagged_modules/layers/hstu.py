@@ -11,7 +11,7 @@ from torch.types import Device
 
 from ..bias import RelativeBias
 from ..containers.jagged import C, Jagged, check_same_segments, wrap_rows
-from ..containers.pages import paged_operands, room_of
+from ..containers.pages import paged_operands, with_room
 from ..dtypes import autocast_dtype
 from ..functional.attention import attend, attention_arguments
 from ..functional.attention_call import AttentionOptions
@@ -278,7 +278,7 @@ class HSTULayer(Layer):
         check_appendable(self.config)
         times = Times(timestamps, query_timestamps, cache_timestamps)
         rows, times = self._behind(cache, "events", events, None, times)
-        if self.config.max_attn_len or room_of(cache):
+        if self.config.max_attn_len or with_room(cache) is not None:
             a = self._attend_to_joined(rows, cache, times)
         else:
             a = self._attend_with_cache(rows, cache, AttentionMask(causal=True), times)
@@ -305,7 +305,8 @@ class HSTULayer(Layer):
         check_same_segments(name, jagged, "cache", cache)
         width = self.head_dim + self.linear_dim
         check_cached_values(cache, self.num_heads, width, self.uvqk_proj)
-        check_lengths(f"{name} and cache", self.config, jagged.offsets, cache.offsets)
+        parts = () if with_room(cache) is not None else (jagged.offsets,)
+        check_lengths(f"{name} and cache", self.config, *parts, cache.offsets)
         owner = "cache", cache, self.config
         check_row_timestamps("cache_timestamps", times.cache_timestamps, *owner)
         return self._project(name, jagged), times.completed(jagged)
@@ -416,18 +417,17 @@ class HSTULayer(Layer):
     def _attend_to_joined(self, rows: Rows, cache: Jagged, times: Times) -> Tensor:
         """Attention of events to the cached rows and the events. It writes the events behind the
         cached rows, or copies both once."""
-        events, room = rows.jagged, room_of(cache)
-        added = events.with_values(torch.cat([rows.k, rows.v], dim=2))
-        keys = joined(cache, added) if room is None else room.write(added.values)
-        timestamps = times.timestamps
-        if timestamps is not None:
-            assert times.cache_timestamps is not None
-            timestamps = joined(
-                cache.with_values(times.cache_timestamps), events.with_values(timestamps)
-            ).values
-            missing = keys.num_rows - timestamps.shape[0]
-            if missing:  # jm.graphed pads the parts and the whole to other numbers of rows
-                timestamps = nnf.pad(timestamps, (0, missing))
+        events, room, timestamps = rows.jagged, with_room(cache), times.cache_timestamps
+        added, keys = torch.cat([rows.k, rows.v], dim=2), cache
+        if room is not None:
+            room.write(added)
+        else:
+            keys = joined(cache, events.with_values(added))
+            if times.timestamps is not None:
+                assert timestamps is not None
+                timestamps = joined(
+                    cache.with_values(timestamps), events.with_values(times.timestamps)
+                ).values
         both = self._cached_keys(keys, self._bias(timestamps, times.query_timestamps))
         return self._attend(rows, both, self.config.mask(), self._scaling_seqlen(events))
 

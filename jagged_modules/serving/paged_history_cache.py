@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
-from ..containers.pages import DTYPES_OF_8_BITS, room_of
+from ..containers.pages import DTYPES_OF_8_BITS
 from ..dtypes import names
 from ..scalars import check_kind, check_size, to_ints
 from ..submodules import submodules
@@ -33,8 +33,8 @@ class CachingLayer(Protocol):
     these methods.
 
     append_reads_cache: whether the keys and values of new events depend on the cached rows. A layer
-        may also have `append_writes_pages`: whether its `append` then writes them into the rows
-        that a `PagedRows` with room reserves; and `takes_host_tables`: whether it copies tables of
+        may also have `append_writes_pages`: whether its `append` then takes `PagedRows` with room,
+        and writes them there; and `takes_host_tables`: whether it copies tables of
         pages from the host itself, as graphs do.
     max_cached_rows: how many of the latest rows the next events and targets see; None: all.
     """
@@ -178,14 +178,15 @@ class PagedHistoryCache:
         """
         users = listed_users(users)
         with self._lock:
-            weights, missing = self._current_weights(), list[Hashable]()
+            weights, known = self._current_weights(), self._table.users
+            missing = list[Hashable]()
             for user in users:
-                if self._is_cached(user, weights):
-                    self._table.touch(user)
-                    self._hits += 1
+                if user in known and known[user].weights == weights:
+                    known.move_to_end(user)
                 else:
                     missing.append(user)
-                    self._misses += 1
+            self._hits += len(users) - len(missing)
+            self._misses += len(missing)
             return missing
 
     def statistics(self) -> CacheStatistics:
@@ -283,12 +284,11 @@ class PagedHistoryCache:
             self._wait_for_readers()
             ranges = table.reserve(users, lengths)
         try:
-            cached = self._with_room([table.users[user] for user in users], ranges)
-            outputs, added = self.layer.append(events, cached, **others)
+            known = [table.users[user] for user in users]
+            layers = self._rows.with_room(known, ranges, others.get("timestamps"))
+            cached = self._rows.history(layers, self.layer.max_cached_rows)
+            outputs, _ = self.layer.append(events, cached, **others)
             with self._ordered():
-                room = room_of(cached.layers[0])
-                if room is not None:
-                    self._rows.write_timestamps(room.rows, added.timestamps)
                 table.count(users, lengths)
                 self._keep_last(table, users)
         except BaseException:
@@ -370,14 +370,16 @@ class PagedHistoryCache:
         """The version of the layer's parameters and buffers: equal while nobody writes to them or
         replaces them."""
         layer: Any = self.layer
-        tensors: list[Tensor] = [
-            x
-            for part in submodules(layer)
-            for tensors in (part.__dict__["_parameters"], part.__dict__["_buffers"])
-            for x in tensors.values()
-            if x is not None
-        ]
-        weights = tuple([(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors])
+        tensors: list[Tensor] = []
+        for part in submodules(layer):
+            for own in (part.__dict__["_parameters"], part.__dict__["_buffers"]):
+                if own:
+                    tensors += [x for x in own.values() if x is not None]
+        try:
+            versions = [x._version for x in tensors]
+        except RuntimeError:  # those made in inference mode have none
+            versions = [0 if x.is_inference() else x._version for x in tensors]
+        weights = (*map(Tensor.data_ptr, tensors), *versions)
         if weights != self._weights:
             self._version, self._weights = self._version + 1, weights
             # kept, or new weights could get the addresses of these
@@ -389,11 +391,11 @@ class PagedHistoryCache:
 
     def _check_cached(self, users: Sequence[Hashable]) -> PageTable:
         check_sequence(users)
-        weights = self._current_weights()
+        weights, known = self._current_weights(), self._table.users
         for user in users:
-            if self._is_cached(user, weights):
+            if user in known and known[user].weights == weights:
                 continue
-            stale = user in self._table.users
+            stale = user in known
             raise KeyError(
                 f"user {user!r} {'was cached with other weights' if stale else 'is not cached'}:"
                 " put the history first"
@@ -446,13 +448,6 @@ class PagedHistoryCache:
         weakref.finalize(shared, self._read.append, (pinned, stream)).atexit = False
         return self._rows.history(layers, self.layer.max_cached_rows)
 
-    def _with_room(self, known: Sequence[UserPages], ranges: Sequence[RowRange]) -> HistoryCache:
-        """The users' rows from the start of their pages, with these ranges after them as room."""
-        layers = self._rows.in_pages(known, [x.begin for x in ranges])
-        for layer, room in zip(layers, self._rows.rooms(known, ranges)):
-            layer.room = room
-        return self._rows.history(layers, self.layer.max_cached_rows)
-
     def _unpin(self) -> None:
         """Unpin the pages of selected histories that exist no more. Not where these are destroyed:
         that may be anywhere in any thread."""
@@ -477,6 +472,9 @@ def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def _lengths(rows: Jagged) -> list[int]:
+    if rows.offsets.is_cpu:
+        ends = to_ints(rows.offsets)
+        return [end - begin for begin, end in zip(ends, ends[1:])]
     lengths = rows.host_lengths
     lengths = rows.offsets.diff() if lengths is None else lengths
     if lengths.is_meta:

@@ -11,7 +11,6 @@ any other user.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
@@ -120,20 +119,18 @@ class PageTable:
     def reserve(self, users: Sequence[Hashable], lengths: Sequence[int]) -> list[RowRange]:
         """`extend`, but the rows do not count until `count`."""
         known = [self.touch(user) for user in users]
-        ends = [x.first + x.length + length for x, length in zip(known, lengths)]
-        counts = [self._pages_of(end) for end in ends]
-        self._check(
-            sum(counts),
-            len(users),
-            len(self._pins.keys() - itertools.chain.from_iterable(x.pages for x in known)),
-        )
-        self._make_room(sum(counts) - sum(len(x.pages) for x in known), set(users))
-        for x, count in zip(known, counts):
-            while len(x.pages) < count:
-                x.pages.append(self._take())
-        return [
-            RowRange(x.pages, end - length, length) for x, length, end in zip(known, lengths, ends)
-        ]
+        ranges = [RowRange(x.pages, x.first + x.length, n) for x, n in zip(known, lengths)]
+        counts = [-(-(x.begin + x.length) // self.page_rows) for x in ranges]
+        pinned = set(self._pins)
+        if pinned:
+            pinned.difference_update(*[x.pages for x in known])
+        self._check(sum(counts), len(users), len(pinned))
+        needs = [(x, n) for x, count in zip(known, counts) if (n := count - len(x.pages)) > 0]
+        if needs:
+            self._make_room(sum(counts) - sum(len(x.pages) for x in known), set(users))
+        for x, count in needs:
+            x.pages.extend([self._take() for _ in range(count)])
+        return ranges
 
     def count(self, users: Sequence[Hashable], lengths: Sequence[int]) -> None:
         """The users have so many more rows, for which they have pages."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from jagged_kernels.attention.pages import Pages
+from jagged_kernels.attention.pages import Pages, table_of
 from torch import Tensor
 
 from ..containers.history_cache import HistoryCache
@@ -149,7 +149,7 @@ class RowStorage:
     def in_pages(self, known: Sequence[UserPages], lengths: list[int]) -> tuple[PagedRows, ...]:
         """So many rows of each user, from the start of the pages, of each layer."""
         assert self.dtype is not None
-        pages = Pages.of([x.pages for x in known], lengths, self.page_rows)
+        pages = Pages(*table_of([x.pages for x in known], lengths, self.page_rows))
         ends = torch.frombuffer(array("q", [0, *itertools.accumulate(lengths)]), dtype=torch.int64)
         tables = HostTables(ends, pages, self.device)
         if self.tables_on_host:
@@ -166,15 +166,21 @@ class RowStorage:
             for x in self._layers
         )
 
-    def rooms(self, known: Sequence[UserPages], ranges: Sequence[RowRange]) -> Iterator[Room]:
-        """For each layer these ranges, behind the rows of each user."""
-        grown = self.in_pages(known, [x.begin + x.length for x in ranges])
-        if self.tables_on_host:
-            index = rows_on_host(ranges, self.page_rows)
-        else:
-            index, _, _ = self.indices(ranges)
-        for rows, own in zip(grown, self._layers):
-            yield Room(index, rows, own.with_spare, own.all_scales)
+    def with_room(
+        self, known: Sequence[UserPages], ranges: Sequence[RowRange], new_timestamps: Any
+    ) -> tuple[PagedRows, ...]:
+        """Of each layer, the users' rows to the ends of these ranges, which are the room.
+        new_timestamps: of the events, which are written. A layer refuses wrong ones."""
+        layers = self.in_pages(known, [x.begin + x.length for x in ranges])
+        index = rows_on_host(ranges, self.page_rows)
+        if not self.tables_on_host:
+            index = index.to(self.device, non_blocking=True)
+        for rows, own in zip(layers, self._layers):
+            rows.room = Room(index, own.with_spare, own.all_scales)
+        times = new_timestamps
+        if isinstance(times, Tensor) and (times.shape, times.dtype) == (index.shape, torch.int64):
+            self.write_timestamps(index, times)
+        return layers
 
     def history(self, layers: tuple[PagedRows, ...], max_rows: int | None) -> HistoryCache:
         """Layers in pages, with their timestamps."""

@@ -27,7 +27,7 @@ def listed_users(users: Any) -> list[Hashable]:
 
 def check_keys(users: Sequence[object]) -> None:
     for user in users:
-        if not isinstance(user, Hashable):
+        if type(user).__hash__ is None:  # as isinstance(user, Hashable), which takes far longer
             raise TypeError(f"users must be hashable, got a {type(user).__name__}")
 
 

@@ -282,6 +282,7 @@ def test_counts_are_counters(shared):
             "restarts",
             "late",
             "cancelled",
+            "graph_captures",
         )
     }
     counters |= {f"rank_histories_{name}" for name in ("reused", "appended", "encoded")}

@@ -18,6 +18,7 @@ from checkpoints import Weights, export_weights, load_weights
 from ranking_data import RankingDataset
 from serving_models import make_ranker, options_of
 from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, UserRows
+from serving_warm_up import warm_up
 from training import rank_unseen
 
 import jagged_modules as jm
@@ -148,7 +149,7 @@ def test_a_warm_up_leaves_nothing(served, name, cache):
         return scores
 
     ranker.score = note
-    ranker.warm_up(max_users=9, max_candidates=900)
+    warm_up(ranker, max_users=9, max_candidates=900)
     ranker.score = score
     assert {(1, 900, False), (1, 1, True), (2, 1, True)} < sizes
     # too small for them
@@ -169,7 +170,7 @@ def test_no_kernel_is_compiled_after_a_warm_up(served, name, cache, dtype, compi
     """In 60 random batches of 1 to 25 users, with and without new events, of 1 to 80 candidates per
     user."""
     ranker = ranker_of(served[name], cache, device=torch.device("cuda"), dtype=dtype)
-    ranker.warm_up(max_users=25, max_candidates=2000)
+    warm_up(ranker, max_users=25, max_candidates=2000)
     assert compiled_kernels
     compiled_kernels.clear()
     requests = Requests(ranker)
@@ -216,13 +217,15 @@ def test_rows_of_users():
         nonlocal table
         table = torch.cat([table, torch.full((count - len(table),), torch.nan)])
 
-    assert 0 not in UserRows(lambda count: None, 8).assign(range(8))
+    rows = UserRows(lambda count: None, 8)
+    rows.assign(range(8))
+    assert 0 not in rows.of(range(8)) and rows.of([None]).tolist() == [0]
     rows = UserRows(grow, 8)
     for _ in range(200):
         users = random.choice(300, int(random.integers(1, 40)), replace=False).tolist()
         new = torch.randn(len(users))
-        written = rows.assign(users)  # which may make another table
-        table[written] = new
+        rows.assign(users)  # which may make another table
+        table[rows.of(users)] = new
         expected.update(zip(users, new, strict=True))
         if random.random() < 0.1:
             kept = set(random.choice(300, 100, replace=False).tolist())

@@ -18,6 +18,7 @@ from ranking_data import bags, keyed
 from ranking_model import embedding_bags, stack_bags
 from serving_models import add_cache_options, add_ranker_options, ranker_from_options, uses_graphs
 from serving_steps import FeatureTable, sums_of_bags, to_device
+from serving_warm_up import warm_up
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import jagged_modules as jm
@@ -88,35 +89,48 @@ class Frozen:
 
 
 @pytest.mark.parametrize(
-    "name, count, limit, launches, replays",
-    [
-        ("hstu", 5, 19, 0, 2),
-        ("hstu", 1, 17, 0, 1),
-        ("attention", 5, 25, 1, 2),
-        ("attention", 1, 20, 0, 1),
-    ],
+    "name, count, limit",
+    [("hstu", 5, 19), ("hstu", 1, 17), ("attention", 5, 25), ("attention", 1, 20)],
 )
 def test_a_batch_of_cached_users_runs_little_outside_of_its_graphs(
-    served, monkeypatch, name, count, limit, launches, replays
+    served, monkeypatch, name, count, limit
 ):
-    """Users with a new event. Only the rows of a ranking model's histories of several users are
-    written outside of the graphs, each layer's with one launch, and nothing is read. The events and
-    the scores of one user are one replay."""
+    """Users with and without a new event are one replay, and no row is read or written outside."""
     monkeypatch.setitem(RUNNERS, "cpu", Frozen)
     monkeypatch.setattr(Frozen, "replays", 0)
     ranker = ranker_of(served[name], CACHE, 128, graphs=True)
     requests = Requests(ranker)
     users = [user for user in range(25) if ranker.histories.length(user) < 40][:count]
     for _ in range(2):
-        ranker.score([requests.of(user, 1, 3) for user in users])
-    before, Frozen.replays = ranker.run._captures, 0
+        ranker.score([requests.of(user, int(user == users[0]), 3) for user in users])
+    before, Frozen.replays = ranker.run.captures, 0
     with Outside() as outside:
-        ranker.score([requests.of(user, 1, 3) for user in users])
-    assert ranker.run._captures == before and Frozen.replays == replays
+        ranker.score([requests.of(user, int(user == users[0]), 3) for user in users])
+    assert ranker.run.captures == before and Frozen.replays == 1
     assert sum(outside.counts.values()) <= limit
-    for op in ("index_select.default", "index.Tensor", "searchsorted.Tensor"):
-        assert not outside.counts[f"aten.{op}"]
-    assert outside.counts["aten.index_copy_.default"] == launches
+    for op in ("index_select", "index.Tensor", "searchsorted.Tensor", "index_copy_"):
+        assert not any(x.startswith(f"aten.{op}") for x in outside.counts)
+
+
+@every_model
+@pytest.mark.parametrize("cache", [0, CACHE], ids=["none", "CACHE"])
+def test_no_graph_is_captured_after_a_warm_up(served, monkeypatch, name, cache):
+    """In 60 random batches of 1 to 25 users, with and without new events, of 1 to 80 candidates per
+    user, as in `test_no_kernel_is_compiled_after_a_warm_up`; the cache loses some of them."""
+    monkeypatch.setitem(RUNNERS, "cpu", Frozen)
+    ranker = ranker_of(served[name], cache, 128, graphs=True)
+    warm_up(ranker, max_users=25, max_candidates=2000)
+    before, requests = ranker.captures, Requests(ranker)
+    assert before == len(ranker.run._steps)
+    for _ in range(60):
+        users = requests.random.permutation(25)[: requests.random.integers(1, 26)].tolist()
+        batch = [
+            requests.of(user, *requests.random.integers([0, 1], [3, 81]).tolist()) for user in users
+        ]
+        ranker.score(batch)
+        if ranker.cache is not None:
+            ranker.cache.evict(requests.random.integers(25, size=3).tolist())
+    assert ranker.captures == before
 
 
 def test_graphs_are_the_default_on_a_gpu_alone(served):

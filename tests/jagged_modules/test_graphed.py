@@ -665,22 +665,25 @@ def test_padded_batches_are_batches(histories, steps, shuffled):
         {"o": "x"},
     )
     capacities = capacities_of(arguments.leaves, Buckets(steps))
-    assert len(set(capacities.values())) == len(capacities)
+    of_size = {
+        size: capacity
+        for leaf, both in zip(arguments.leaves, capacities)
+        for size, capacity in zip((leaf.size, leaf.rows), both)
+        if size >= 0
+    }
+    assert len(set(of_size.values())) == len(of_size)
     buffers = Buffers(arguments.leaves, capacities, torch.device("cpu"))
     buffers._on_host.fill_(255)
     buffers.pad(arguments.leaves, capacities)
-    for leaf, padded in zip(arguments.leaves, buffers.tensors):
-        capacity = capacities[leaf.size]
+    for leaf, both, padded in zip(arguments.leaves, capacities, buffers.tensors):
+        capacity = both.size
         buffer = torch.full(
             (capacity + (leaf.kind == OFFSETS), *leaf.tensor.shape[1:]), -1, dtype=leaf.tensor.dtype
         )
-        pad(buffer, leaf, capacities)
+        pad(buffer, leaf, both)
         assert torch.equal(padded, buffer)
         if leaf.kind == OFFSETS:
-            assert (
-                torch.equal(buffer[: leaf.size + 1], leaf.tensor)
-                and buffer[-1] == capacities[leaf.rows]
-            )
+            assert torch.equal(buffer[: leaf.size + 1], leaf.tensor) and buffer[-1] == both.rows
             added = buffer.diff()[leaf.size :]
             assert added.min() >= 0 and added.max() <= max([1, *leaf.tensor.diff().tolist()])
         else:
@@ -690,7 +693,7 @@ def test_padded_batches_are_batches(histories, steps, shuffled):
             else:
                 assert not buffer[leaf.size :].any()
         if leaf.kind != OFFSETS and leaf.size != users:
-            assert capacity <= max(leaf.size * (1 + 1 / steps), leaf.size + 8) + 8 * len(capacities)
+            assert capacity <= max(leaf.size * (1 + 1 / steps), leaf.size + 8) + 8 * len(of_size)
 
 
 def test_least_recently_used_graphs_are_dropped(padded):
@@ -698,6 +701,34 @@ def test_least_recently_used_graphs_are_dropped(padded):
     for rows in (5, 10, 4, 20, 8):
         graph(torch.randn(rows, 8)).sum().backward()
     assert [step.buffers[0].shape[0] for step in graph._steps.values()] == [24, 8]
+
+
+class TwoMLPs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = jm.JaggedMLP([8, 8])
+
+    def forward(self, x, y):
+        return self.mlp(x), self.mlp(y)
+
+
+def test_rows_of_named_arguments(padded):
+    """A graph for each combination of capacities, whichever sizes are equal by chance; the results
+    of the module."""
+    module = TwoMLPs()
+    graph = jm.graphed(module, capacities=[8, 16], rows=dict(x=[4, 32], y=[16, 64]))
+    sizes = [([3], [2]), ([2, 0], [1, 1]), ([4], [4]), ([1, 0, 0], [1, 1, 1]), ([0], [0])]
+    sizes += [([8], [10]), ([4, 4], [17, 17]), ([20, 12], [32, 0])]
+    with torch.no_grad():
+        for both in sizes:
+            x, y = ((torch.randn(sum(n), 8), torch.tensor([0, *n]).cumsum(0)) for n in both)
+            for found, expected in zip(graph(x, y), module(x, y)):
+                torch.testing.assert_close(found[0], expected[0])
+    assert graph.captures == 3
+    with pytest.warns(UserWarning, match="sizes above capacities run without a graph"):
+        graph(
+            (torch.randn(33, 8), torch.tensor([0, 33])), (torch.randn(1, 8), torch.tensor([0, 1]))
+        )
 
 
 def test_sizes_above_the_capacities(padded):
@@ -744,6 +775,12 @@ def test_the_first_batch_is_not_kept(padded):
             dict(capacities=[8, 8]),
             ValueError,
             r"capacities must be one or more sizes in ascending order, got \[8, 8\]",
+        ),
+        (dict(rows=8), TypeError, "rows must be a mapping of names to capacities, or None"),
+        (
+            dict(rows={"x": [8, 4]}),
+            ValueError,
+            r"rows\['x'\] must be one or more sizes in ascending order, got \[8, 4\]",
         ),
         (dict(capacities=[0]), ValueError, r"capacities\[0\] must be at least 1, got 0"),
         (

@@ -158,7 +158,7 @@ def test_replays_give_the_modules_results_and_gradients(offsets_of, case, dtype)
                 step_without_gradients(module, arguments),
                 dtype,
             )
-    assert graph._captures < 2 * len(BATCHES)
+    assert graph.captures < 2 * len(BATCHES)
 
 
 def step_without_gradients(module, arguments):
@@ -174,7 +174,7 @@ def test_a_replayed_step_is_two_launches_of_graphs_without_a_sync(offsets_of):
     ]
     for arguments, wanted in batches:
         step(graph, arguments, wanted)
-    assert graph._captures == 1
+    assert graph.captures == 1
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -204,7 +204,7 @@ def test_same_bits_when_batch_invariant(offsets_of, dtype):
                 out = called(history)[0]
             results.append((out, *torch.autograd.grad(out.square().sum(), values)))
         assert all(torch.equal(x, y) for x, y in zip(*results))
-    assert graph._captures
+    assert graph.captures
 
 
 class Ranker(nn.Module):
@@ -237,7 +237,7 @@ def test_training_a_model(offsets_of):
                 called(*arguments).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert len(graph._steps) == 3 and graph._captures > 3
+    assert len(graph._steps) == 3 and graph.captures > 3
     for (name, x), y in zip(model.named_parameters(), other.parameters()):
         torch.testing.assert_close(
             y, x, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
@@ -298,5 +298,5 @@ def test_dropped_graphs_free_their_memory(offsets_of):
             graph.zero_grad()
         torch.cuda.synchronize()
         allocated.append(torch.cuda.memory_allocated())
-    assert graph._captures == 12 and len(graph._steps) == 2
+    assert graph.captures == 12 and len(graph._steps) == 2
     assert allocated[2] <= allocated[1] + 2**20, allocated

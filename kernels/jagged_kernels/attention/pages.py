@@ -68,7 +68,7 @@ class Pages:
                 f"page_rows must be at least 1 and lengths not negative, got {page_rows} and"
                 f" {list(lengths)}"
             )
-        table, pages, end = list[int](), list(pages), 0
+        pages = list(pages)
         if len(pages) != len(lengths):
             raise ValueError(
                 f"lengths must be one per segment of pages, {len(pages)}, got {len(lengths)}"
@@ -82,19 +82,29 @@ class Pages:
                     f"pages must have {count} pages for the {length} keys of segment {segment}, got"
                     f" {len(numbers)}"
                 )
-            table.extend(numbers[:count])
-            end += length
-            table.extend([0] * (end // page_rows + segment + 1 - len(table)))
         try:
-            entries = array("i", table)
+            return cls(*table_of(pages, lengths, page_rows))
         except TypeError as error:
             raise TypeError(f"pages must be sequences of ints: {error}") from None
-        # without segments there are no entries, and a buffer of none is an error
-        on_host = torch.frombuffer(entries or array("i", [0]), dtype=torch.int32)
-        return cls(on_host[: len(entries)], page_rows, end)
 
     def to(self, device: torch.device) -> Pages:
         """The pages with their table on a device."""
         if self.table.device == device:
             return self
         return dataclasses.replace(self, table=self.table.to(device, non_blocking=True))
+
+
+def table_of(
+    pages: Sequence[Sequence[int]], lengths: Sequence[int], page_rows: int
+) -> tuple[Tensor, int, int]:
+    """The fields of `Pages.of`, of valid arguments."""
+    table, end = list[int](), 0
+    for segment, (numbers, length) in enumerate(zip(pages, lengths), 1):
+        table += numbers[: -(-length // page_rows)]
+        end += length
+        spare = end // page_rows + segment - len(table)
+        if spare:
+            table += [0] * spare
+    # without segments there are no entries, and a buffer of none is an error
+    on_host = torch.frombuffer(array("i", table or [0]), dtype=torch.int32)
+    return on_host[: len(table)], page_rows, end

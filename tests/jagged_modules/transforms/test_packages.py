@@ -249,4 +249,4 @@ def test_graphed():
         for users, candidates in ((3, 20), (4, 31), (3, 17), (4, 20), (2, 30), (4, 32))
     ]
     assert_same(graphed, model, sizes, "cuda")
-    assert graphed._captures == 1  # capacities of 8 users and 32 candidates
+    assert graphed.captures == 1  # capacities of 8 users and 32 candidates
