@@ -185,7 +185,7 @@ def test_figures_of_histories_in_8_bits():
 
 
 def test_costs_beside_recbole():
-    """Those of docs/results.md. RecBole pads each history to its number of inputs."""
+    """Those of the pages. RecBole pads each history to its number of inputs."""
     record = read("examples/results/recbole.json")
     text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     section = text.partition("### Beside RecBole")[2].partition("\n### ")[0]
@@ -200,6 +200,9 @@ def test_costs_beside_recbole():
         padded = run["inputs"] if "RecBole" in run["model"] else 1
         assert number == f"{run['rows_of_an_epoch']:,}" == f"{targets * padded:,}"
         assert is_one_of(seconds, {run["cpu_seconds_of_an_epoch"]})
+    theirs, ours, _ = (run["cpu_seconds_of_an_epoch"] for run in record["runs"])
+    guide = (ROOT / MOVE).read_text(encoding="utf-8")
+    assert f"an epoch of SASRec in {ours:.0f} CPU seconds, not {theirs:.0f}" in guide
 
 
 def test_gains_of_other_public_models():

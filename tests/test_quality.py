@@ -111,14 +111,14 @@ def users_of(data: str) -> int:
     return int(users.replace(",", ""))
 
 
-def seeds_of_hstu(data: str) -> list[float]:
-    """HR@10 of each seed, with today's defaults."""
+def seeds_of_hstu(data: str, sasrec: bool = False) -> list[float]:
+    """HR@10 of each seed, with today's defaults; of SASRec's if so."""
     (run,) = (
         run
         for run in read("next-item")["runs"]
         if run["data"] == data
         and "--ahead 0" not in run["command"]
-        and "sasrec" not in run["command"]
+        and ("sasrec" in run["command"]) == sasrec
     )
     return [seed["test"]["hr@10"] for seed in run["seeds"]]
 
@@ -171,6 +171,8 @@ def test_claims_about_standard_errors():
     }
     assert max(errors["Sports"]) < 0 < min(errors["Toys"]) and max(errors["Toys"]) < 2
     assert errors["MovieLens-100k"][0] < 2 < min(errors["Beauty"])
+    own, other = (seeds_of_hstu("MovieLens-100k", sasrec) for sasrec in (False, True))
+    assert abs(standard_errors(own, other, users_of("MovieLens-100k"))) < 2
 
 
 def test_todays_defaults_have_the_metrics_of_their_runs():
