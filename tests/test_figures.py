@@ -21,6 +21,7 @@ OURS = tuple(
 # The first that fits counts; a row without an entry continues the row above.
 ROWS = {
     r"\[?a whole ranking model": SCALING,
+    "target attention, 10,000": ("attention", "target attention, many candidates", ".*"),
     "target attention": ("attention", "target attention", "history 1024"),
     "jagged self-attention, forward \\+ backward, on 2 CPU": CPU,
     "the same, head dim 64": ("attention", "jagged self-attention", "B64 N2048 H4 D64"),
