@@ -37,6 +37,8 @@ ERROR = 0.25
 # bytes that the CPU path of DIN's attention reads and writes of each byte of hidden units for an
 # activation, if they are more than two: a sigmoid of one pass, and two passes for its result
 DIN_PASSES = dict(dice=9)
+# of the cost of an element of a softmax: in rows that fill no vector
+ONE_BY_ONE = 25
 # that a thread of torch's CUDA kernels copies at once, if slices of rows are contiguous and a
 # multiple of it
 VECTOR_BYTES = 16
@@ -279,6 +281,8 @@ class Costs:
         if node.target is not aten.cat.default:
             computed = max(self.elements(first_of(x.meta["val"])) for x in (*operands, node))
             own = share(node)
+            if node.target is aten.softmax.int and self._is_short(node):
+                computed *= ONE_BY_ONE
             attends = node.target is aten.scaled_dot_product_attention.default
             scores = own * self._scores(node) if attends else 0
             flops = self._flops(node) * own
@@ -287,6 +291,12 @@ class Costs:
         dim = Call(node, {}).dim("dim", value.dim())
         vectors = all(self.is_vector(x.meta["val"], dim) for x in operands)
         return self.of(node, 0, moved, 0 if vectors else self.elements(value) * share(node))
+
+    def _is_short(self, node: fx.Node) -> bool:
+        """Whether the node's rows fill no vector."""
+        value = node.meta["val"]
+        processor = CPU if value.device.type == "cpu" else GPU
+        return self.estimate(shape_of(value)[-1]) * value.element_size() < processor.vector
 
     def _needs_copy(self, operand: torch.Tensor, reshape: fx.Node) -> bool:
         """Whether no view of the operand has the shape."""

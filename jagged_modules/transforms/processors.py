@@ -80,7 +80,7 @@ _ELEMENTS = {
 # the time of 60 operators, a compression in that of 15; a host that issues an operator in 8 µs is
 # assumed. One thread of the EPYC takes 10, 900 and 80 µs.
 CPU = Processor(
-    6.5, 6.5, kernel=2e5, element=0, call=2e5, attention=18e6, compression=1.6e6, cache=16e6,
+    6.5, 6.5, kernel=2.5e5, element=0, call=2.5e5, attention=18e6, compression=1.6e6, cache=16e6,
     vector=64, score=36, masked_score=100, elements=_ELEMENTS,
 )  # fmt: skip
 GPU = Processor(
