@@ -392,7 +392,7 @@ class Distributor:
         for part, share in zip(parts, shares):
             size = part.width / width
             moved = size * (share * costs.bytes(x) + of_weight) + share * result
-            after.append(costs.of(node, whole.flops * size * share, moved))
+            after.append(costs.of(node, whole.flops * size * costs.of_rows(node, share), moved))
             if part.pieces > 1:
                 after.append(costs.of(node, 0, 2 * size * share * costs.bytes(x)))
             if part.lineage is not None:

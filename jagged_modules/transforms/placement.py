@@ -153,6 +153,13 @@ class Costs:
         lanes = max(processor.vector // value.element_size(), 1)
         return 1.0 if 1 in (columns, rows[-1]) else -(-columns // lanes) * lanes / columns
 
+    def of_rows(self, node: fx.Node, share: float) -> float:
+        """The share of a product's time that a product of a share of its rows takes."""
+        value = node.meta["val"]
+        processor = CPU if value.device.type == "cpu" else GPU
+        least = processor.wave if value.element_size() == 4 else 0
+        return max(share, least / self.elements(value))
+
     def bytes(self, node: Any) -> float:
         tensors = [x for x in flat(node.meta.get("val")) if isinstance(x, torch.Tensor)]
         return float(sum(self.elements(x) * x.element_size() for x in tensors))

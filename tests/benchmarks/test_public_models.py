@@ -65,7 +65,9 @@ def test_a_graph_keeps_the_copies_that_it_reads(graphs):
 
 
 def test_a_note_names_the_operator_that_cannot_be_captured(monkeypatch, graphs):
-    def call(calls=[]):
+    calls = []
+
+    def call():
         calls.append(torch.ones(3).masked_select(torch.ones(3) > 0))
         if len(calls) > 3:
             raise RuntimeError("operation not permitted when stream is capturing")
