@@ -71,7 +71,7 @@ _ELEMENTS = {
     for name in names.split()
 }
 # CPU, one thread of an Intel Xeon with AVX-512: 165 GFLOP/s of a GEMM whose columns fill vectors,
-# also of few rows or of a batch, less the time of its bytes; 25 GB/s of a copy of 12 MB, 13 of 80 MB.
+# also of few rows or of a batch, less the time of its bytes; 25 GB/s of a copy of 12 MB, 13 of 80.
 # An AMD EPYC has 75 GFLOP/s and 20 GB/s. In eager models, a call of a small operator takes 10 µs,
 # with all that Python does for it; in a loop 3. A softmax of 4 or 11 elements takes 19 ns for each.
 # Attention writes the scores, and reads and writes them in a softmax.
