@@ -184,7 +184,8 @@ class Costs:
     def fused(self, node: fx.Node, fusion: Fusion) -> Cost:
         """Of what a fusion does for an operator that it replaces: the FLOPs, and, for its result,
         all that it reads and writes."""
-        flops = self._fused_flops(node)
+        visible = self.analysis.visible.get(fusion.node, 1.0)
+        flops = visible * self._fused_flops(node)
         if node is not fusion.node:
             return replace(self.of(node, flops, 0), kernels=0, starts=0)
         shares = {
@@ -194,12 +195,12 @@ class Costs:
         if not isinstance(fusion, DINAttention):
             flops += sum(map(self._fused_flops, fusion.products))
             attends = isinstance(fusion, (TargetAttention, LevelAttention))
-            scores = self._scores(node) if attends else 0
+            scores = visible * self._scores(node) if attends else 0
             return self.of(node, flops, read + self.bytes(node), scores=scores)
         # each product at its own rate; the first linear multiplies q ∘ k alone
         shares_of = [1 / len(fusion.mlp["features"]), *[1.0] * len(fusion.products)]
         products = [
-            self.of(x, self._fused_flops(x) * share, 0)
+            self.of(x, visible * self._fused_flops(x) * share, 0)
             for x, share in zip(fusion.products, shares_of)
         ]
         total = sum(products, self.of(node, 0, read + self.bytes(node)))
@@ -217,7 +218,7 @@ class Costs:
             for x in fusion.activations
             if is_tensor(x)
         )
-        return replace(cost, work=cost.work + cached + computed)
+        return replace(cost, work=cost.work + visible * (cached + computed))
 
     def _scores(self, attention: fx.Node) -> float:
         """How many scores an attention, or the product with its values, has."""
@@ -303,7 +304,8 @@ class Costs:
         """Whether the node's rows fill no vector."""
         value = node.meta["val"]
         processor = CPU if value.device.type == "cpu" else GPU
-        return self.estimate(shape_of(value)[-1]) * value.element_size() < processor.vector
+        columns = self.estimate(shape_of(value)[-1]) if value.dim() else 1
+        return columns * value.element_size() < processor.vector
 
     def _needs_copy(self, operand: torch.Tensor, reshape: fx.Node) -> bool:
         """Whether no view of the operand has the shape."""
