@@ -27,7 +27,7 @@ import torch
 from jagged_kernels.attention.params import unpack
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.utils.flop_counter import register_flop_formula  # pyright: ignore[reportUnknownVariableType] - unannotated in torch
+from torch.utils.flop_counter import flop_registry, register_flop_formula  # pyright: ignore[reportUnknownVariableType] - unannotated in torch
 
 from .cpu import attention as _cpu_attention  # noqa: F401  # pyright: ignore[reportUnusedImport] - defines the operators
 from .cpu import din as _din_cpu  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -192,6 +192,8 @@ def _register(namespace: Any, formulas: dict[str, Formula]) -> None:
         register_flop_formula(getattr(namespace, name), get_raw=True)(formula)
 
 
+if (_relu_linear := torch.ops.aten._addmm_activation) not in flop_registry:
+    register_flop_formula(_relu_linear, get_raw=True)(flop_registry[torch.ops.aten.addmm])
 _register(torch.ops.jagged_modules, ON_THE_HOST)
 if importlib.util.find_spec("triton") is not None:
     for _folder in ("attention", "block_attention", "din", "linear_compress", "matmul", "rows"):

@@ -21,6 +21,7 @@ OURS = tuple(
 # The first that fits counts; a row without an entry continues the row above.
 ROWS = {
     r"\[?a whole ranking model": SCALING,
+    "target attention, 10,000": ("attention", "target attention, many candidates", ".*"),
     "target attention": ("attention", "target attention", "history 1024"),
     "jagged self-attention, forward \\+ backward, on 2 CPU": CPU,
     "the same, head dim 64": ("attention", "jagged self-attention", "B64 N2048 H4 D64"),
@@ -234,7 +235,7 @@ def test_figures_of_the_server():
 
 
 def test_costs_beside_recbole():
-    """Those of docs/results.md. RecBole pads each history to its number of inputs."""
+    """Those of the pages. RecBole pads each history to its number of inputs."""
     record = read("examples/results/recbole.json")
     text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     section = text.partition("### Beside RecBole")[2].partition("\n### ")[0]
@@ -249,6 +250,9 @@ def test_costs_beside_recbole():
         padded = run["inputs"] if "RecBole" in run["model"] else 1
         assert number == f"{run['rows_of_an_epoch']:,}" == f"{targets * padded:,}"
         assert is_one_of(seconds, {run["cpu_seconds_of_an_epoch"]})
+    theirs, ours, _ = (run["cpu_seconds_of_an_epoch"] for run in record["runs"])
+    guide = (ROOT / MOVE).read_text(encoding="utf-8")
+    assert f"an epoch of SASRec in {ours:.0f} CPU seconds, not {theirs:.0f}" in guide
 
 
 def test_gains_of_other_public_models():
@@ -289,6 +293,58 @@ def test_steps_of_the_examples():
         *(f"{x['peak_memory_mb']:.0f}" for x in dlrm),
         *(f"{results[name]['step_ms']:.1f}" for name in ("hstu", "sasrec")),
     ]
+
+
+def test_layers_beside_their_floors():
+    """Each row of the table is that of the record; the share is its floor over its time."""
+    rows = {(row["case"], row["implementation"]): row for row in read(H200)["rows"]}
+    text = (ROOT / "docs/decisions/layers-as-nodes.md").read_text(encoding="utf-8")
+    stated = re.findall(r"^\| `(\w+\(\d+, \d+\))`, (.*?) \| (.*) \|$", text, re.MULTILINE)
+    assert len(stated) == 8
+    forms = ["floor", "jagged_modules", "jagged_modules, compiled", "a user's layer, compiled"]
+    for layer, size, cells in stated:
+        found = [rows.get((f"{layer}, {size}", form)) for form in forms]
+        floor, node, compiled, user = (row and row["forward_backward_ms"] for row in found)
+        times = [floor, node, floor / node, compiled, user]
+        memory = [row and row["forward_backward_peak_bytes"] / 2**20 for row in found[1::2]]
+        expected = ["–" if x is None else f"{x:.3g}".removeprefix("0") for x in times]
+        expected += ["–" if x is None else f"{x:,.0f}" for x in memory]
+        assert cells.split(" | ") == expected, layer
+
+
+def test_biases_beside_flex_attention():
+    """ms forward / forward + backward, of softmax over full segments."""
+    rows = {
+        (row["case"], row["implementation"]): [
+            f"{row[part]:.3g}".removeprefix("0") if row.get(part) else "–"
+            for part in ("forward_ms", "forward_backward_ms")
+        ]
+        for row in read(H200)["rows"]
+        if row["op"] == "bias" and row["table"].startswith("softmax")
+    }
+    text = (ROOT / "docs/decisions/relative-bias.md").read_text(encoding="utf-8")
+    table = text.partition("Beside `flex_attention`")[2]
+    cases = [(dim, bias) for dim in (64, 128) for bias in ("position", "position and time")]
+    for label, name in ("here", "jagged_modules"), ("`flex_attention`", "flex_attention"):
+        (line,) = re.findall(rf"^\| {label} \| (.*) \|$", table, re.MULTILINE)
+        found = [rows[f"B128 N1024 D{dim}", f"{name}, {bias}"] for dim, bias in cases]
+        assert [cell.split(" / ") for cell in line.split(" | ")] == found
+
+
+def test_dins_table():
+    """ms forward, ms forward + backward, MB."""
+    rows = {(row["case"], row["implementation"]): row for row in read(H200)["rows"]}
+    text = (ROOT / "docs/guides/din.md").read_text(encoding="utf-8")
+    table = text.partition("| activation |")[2].partition("\n\n")[0]
+    stated = re.findall(r"^\| (\w+) \| (.*?) \| (.*?) \|$", table, re.MULTILINE)
+    assert len(stated) == 4
+    for activation, *cells in stated:
+        case = f"512 users, 50 per user, 400 events, E=64, {activation.lower()}"
+        for cell, name in zip(cells, ("jagged_modules", "a row for each pair"), strict=True):
+            row = rows[case, name]
+            times = [row["forward_ms"], row["forward_backward_ms"]]
+            memory = f"{row['forward_backward_peak_bytes'] / 1e6:,.0f}"
+            assert cell == ", ".join([*(f"{x:.3g}".removeprefix("0") for x in times), memory])
 
 
 def test_free_running_steps():

@@ -9,7 +9,8 @@ That of each activation adds up the bias' gradient in the same pass.
 
     h = dropout(act(x W₁ᵀ + b₁)),  y = h W₂ᵀ + b₂        a feed-forward network
 
-Its backward computes h again.
+Its backward computes h again. ReLU is the GEMM's, and its derivative follows from its result, also
+after dropout, whose gradient is 0 where h is: there is no z, and h is not computed again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..functional.linear import relu_linear
 from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import cleared, with_zero_tail
 from .one_node import (
@@ -51,6 +53,11 @@ def kernels_activation(name: str) -> tuple[str, bool]:
     return ("silu", True) if name == "swiglu" else (name, False)
 
 
+def keeps_result(activation: str) -> bool:
+    """Whether the backward reads the activation's result in place of z."""
+    return activation == "relu"
+
+
 def mlp_node(layer: JaggedMLP, x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The layer's result for x `[L, dims[0]]`, in the operands' dtype."""
     call = MLPCall(end, dtype, *kernels_activation(layer.activation))
@@ -67,10 +74,10 @@ class _Node(torch.autograd.Function):
         trains = any(ctx.needs_input_grad)
         y, parameters = cleared(x, end, dtype), tuple(cast(dtype, *parameters))
         for weight, bias in zip(parameters[::2], parameters[1::2]):
-            z = linear(y, weight, bias)
+            x = y
+            y, z = _activated_linear(x, weight, bias, activation, gated)
             if trains:
-                saved += y, weight, z
-            y = activated(z, activation, gated)
+                saved += x, weight, z
         ctx.save_for_backward(end, *saved)
         return with_zero_tail(y, end)
 
@@ -85,13 +92,26 @@ class _Node(torch.autograd.Function):
             needs = of_x or any(wanted[:first]), wanted[first], wanted[first + 1]
             options = ctx.activation, ctx.gated, end
             dtypes = z.dtype if first else ctx.x_dtype, ctx.dtype
-            of_layer = x, weight, z, needs, options, dtypes, first > 0
-            dx, *of_parameters = _layer_gradients(dy, *of_layer)
+            # With ReLU, x is also the z of the layer before; the last one's is the node's result.
+            own = not keeps_result(ctx.activation)
+            frees = own and first > 0, own or first + 2 < len(wanted)
+            dx, *of_parameters = _layer_gradients(dy, x, weight, z, needs, options, dtypes, frees)
             gradients = [*of_parameters, *gradients]
             if dx is None:
                 return None, None, *[None] * first, *gradients
             dy, end = dx, None  # it is 0 behind the end
         return dy, None, *gradients
+
+
+def _activated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor, activation: str, gated: bool
+) -> tuple[Tensor, Tensor]:
+    """act(z), and what its backward reads."""
+    if keeps_result(activation):
+        y = relu_linear(x, weight, bias)
+        return y, y
+    z = linear(x, weight, bias)
+    return activated(z, activation, gated), z
 
 
 def _layer_gradients(
@@ -102,14 +122,16 @@ def _layer_gradients(
     wanted: Sequence[bool],
     options: tuple[str, bool, Tensor | None],
     dtypes: tuple[torch.dtype, torch.dtype],
-    frees_x: bool,
+    frees: tuple[bool, bool],
 ) -> LinearGradients:
     """Of act(z), z = x Wᵀ + b. wanted: of x, weight and bias. options: activation, gated, and the
-    end of dy's rows. dtypes: of x's gradient and of the parameters."""
+    end of dy's rows. dtypes: of x's gradient and of the parameters. frees: x and z are the node's
+    own and read no more."""
     dz, sums = activation_gradients(dy, z, *options)
-    release(z)
+    if frees[1]:
+        release(z)
     of_gemm = [*wanted[:2], False], *dtypes
-    dx, dweight, _ = linear_gradients(dz, x, weight, *of_gemm, frees_x)
+    dx, dweight, _ = linear_gradients(dz, x, weight, *of_gemm, frees[0])
     return dx, dweight, sums.to(dtypes[1]) if wanted[2] else None
 
 
@@ -126,7 +148,8 @@ class FeedForward(NamedTuple):
 
 
 class SavedFeedForward(NamedTuple):
-    """What the backward reads. kept: what dropout keeps; None without."""
+    """What the backward reads. z: h where its activation keeps the result. kept: what dropout
+    keeps; None without."""
 
     rows: Tensor
     weight1: Tensor
@@ -151,9 +174,9 @@ def _hidden(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """h, and what is saved but for the second weight."""
     weight, bias = parameters
-    z = linear(rows, weight, bias)
-    h, kept = dropped(activated(z, *network[:2]), network.dropout)
-    return h, [rows, weight, z, kept]
+    h, z = _activated_linear(rows, weight, bias, *network[:2])
+    h, kept = dropped(h, network.dropout)
+    return h, [rows, weight, h if keeps_result(network.activation) else z, kept]
 
 
 def feed_forward_gradients(
@@ -168,17 +191,18 @@ def feed_forward_gradients(
     which. frees_rows: the node has made the rows and reads them no more."""
     rows, weight1, z, kept, weight2 = saved
     activation, gated, dropout = network
-    h = None
-    if wanted[3]:
+    keeps = keeps_result(activation)
+    h = z if keeps else None
+    if wanted[3] and not keeps:
         # given dy, so that a graph does not keep the forward's
         h = dropout_gradient(activated(z, activation, gated, dy), kept, dropout)
-    of_second = [any(wanted[:3]), *wanted[3:]], z.dtype, dtypes[1], True
+    of_second = [any(wanted[:3]), *wanted[3:]], z.dtype, dtypes[1], not keeps
     dh, *dsecond = linear_gradients(dy, h, weight2, *of_second)
     del h
     if dh is None:
         return None, (None, None, *dsecond)
     dh, options = dropout_gradient(dh, kept, dropout), (activation, gated, None)
-    of_first = rows, weight1, z, wanted[:3], options, dtypes, frees_rows
+    of_first = rows, weight1, z, wanted[:3], options, dtypes, (frees_rows, True)
     drows, *dfirst = _layer_gradients(dh, *of_first)
     return drows, (*dfirst, *dsecond)
 

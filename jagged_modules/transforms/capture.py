@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -66,6 +67,27 @@ class Captured:
     hints: dict[Size, int]
     labels: dict[Size, str]
     fast: list[fx.Node]
+
+    def share_of_true(self, mask: fx.Node) -> float:
+        """Of a bool value, on the example's inputs. 1 if they do not tell."""
+        entries = named(self.example.inputs)
+        tensors = {name: x for name, x in entries.items() if isinstance(x, torch.Tensor)}
+        known: dict[fx.Node, Any] = {self.inputs[name][0]: x for name, x in tensors.items()}
+
+        def value(x: fx.Node) -> Any:
+            if x not in known:
+                if x.op == "get_attr":
+                    known[x] = operator.attrgetter(str(x.target))(self.module)
+                elif callable(x.target):
+                    args, kwargs = map_arg((x.args, x.kwargs), value)
+                    known[x] = x.target(*args, **kwargs)
+            return known[x]
+
+        try:
+            with torch.no_grad():
+                return float(value(mask).double().mean())
+        except KeyError:  # it depends on candidate_to_user
+            return 1.0
 
     def add_map(self, dtype: torch.dtype, like: fx.Node) -> fx.Node:
         """An input candidate_to_user of forward, with one entry for each row of `like`."""

@@ -105,6 +105,10 @@ class DINAttention:
         return [self.query, *self.operands, *self.mlp["weights"]]
 
     @property
+    def hidden(self) -> fx.Node | None:
+        return self.operands[2] if len(self.operands) > 2 else None
+
+    @property
     def replaced(self) -> set[fx.Node]:
         """The operators that read operands, and the linears."""
         return {reader for _, reader in self.reads}.union(self.products)

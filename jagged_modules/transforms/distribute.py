@@ -217,10 +217,12 @@ class Distributor:
             and dim == 1
             and before[0] == shape[0]
         ):
-            pieces = self._pieces(operand, 1)  # [B, F, D] as [B, F · D]
+            # [B, F, D] as [B, F · D]: of fields, or of the columns of a single one
+            inner, factor = (2, 1) if before[1] == 1 else (1, before[2])
+            pieces = self._pieces(operand, inner)
             if len(pieces) == 1 or not before[2].is_Integer:
                 return [x]
-            widths = [shape_of(piece.meta["val"])[1] * before[2] for piece in pieces]
+            widths = [shape_of(piece.meta["val"])[inner] * factor for piece in pieces]
             return [
                 self._new(aten.reshape.default, piece, [-1, int(width)], lineage_of=piece)
                 for piece, width in zip(pieces, widths)
@@ -390,7 +392,7 @@ class Distributor:
         for part, share in zip(parts, shares):
             size = part.width / width
             moved = size * (share * costs.bytes(x) + of_weight) + share * result
-            after.append(costs.of(node, whole.flops * size * share, moved))
+            after.append(costs.of(node, whole.flops * size * costs.of_rows(node, share), moved))
             if part.pieces > 1:
                 after.append(costs.of(node, 0, 2 * size * share * costs.bytes(x)))
             if part.lineage is not None:

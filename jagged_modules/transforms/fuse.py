@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from .analysis import Analysis, analyse
-from .attention import find_attentions
+from .attention import TargetAttention, find_attentions
 from .bags import Batch, find_bags, num_rows, with_checked_entries
 from .calls import is_tensor
 from .capture import (
@@ -30,7 +30,7 @@ from .capture import (
 from .certificate import certify, coarsest_eps
 from .clean_up import clean_up
 from .compress import find_compressions
-from .din import find_din_attentions
+from .din import DINAttention, find_din_attentions
 from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
 from .eager import with_eager_form
@@ -349,6 +349,12 @@ def make_plan(
         **find_compressions(captured.graph, analysis),
     }
     fusions |= find_segment_attentions(captured.graph, analysis, estimate)
+    for match in fusions.values():
+        if not isinstance(match, (TargetAttention, DINAttention)) or match.hidden is None:
+            continue
+        if match.hidden.meta["val"].device.type == "cpu":
+            share = captured.share_of_true(match.hidden)
+            analysis.visible[match.node] = share if match.hidden_is_visible else 1 - share
     read_in_place = {read for match in fusions.values() for read in match.reads}
     return Plan(
         captured, batch, analysis, costs, fusions, before, place(analysis, costs, read_in_place)

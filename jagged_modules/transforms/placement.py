@@ -34,8 +34,11 @@ Fusion = TargetAttention | LevelAttention | SegmentAttention | Compression | DIN
 # of estimates of work, at least: values that were just written are read from a cache. A smaller
 # gain may be a loss
 ERROR = 0.25
-# of the work of operators on values that stay in a cache: measured of ReLU, sigmoid and Dice
-OF_CACHED = 0.2
+# bytes that the CPU path of DIN's attention reads and writes of each byte of hidden units for an
+# activation, if they are more than two: a sigmoid of one pass, and two passes for its result
+DIN_PASSES = dict(dice=9)
+# of the cost of an element of a softmax: in rows that fill no vector
+ONE_BY_ONE = 25
 # that a thread of torch's CUDA kernels copies at once, if slices of rows are contiguous and a
 # multiple of it
 VECTOR_BYTES = 16
@@ -127,38 +130,35 @@ class Costs:
         bytes: float,
         one_by_one: float = 0,
         computed: float = 0,
-        share: float = 1.0,
+        scores: float = 0,
     ) -> Cost:
         """Of one kernel, on the device and in the dtype of a node. one_by_one: elements that are
-        copied by themselves. computed: elements on which the node's operator computes. share: of
-        the node's rows, which a GEMM computes."""
+        copied by themselves. computed: elements on which the node's operator computes. scores: of
+        an attention."""
         value = flat(node.meta["val"])[0]
         processor = CPU if value.device.type == "cpu" else GPU
         rate = processor.flops_16_bit if value.element_size() == 2 else processor.flops
-        if flops:
-            rate *= self._efficiency(node, processor, share)
-        work = max(bytes, one_by_one * processor.element) + flops / rate
-        work += computed * processor.elements.get(node.target, 0)
+        work = max(bytes, one_by_one * processor.element) + max(bytes - processor.cache, 0)
+        work += flops * self._whole_vectors(node, processor) / rate
+        work += computed * processor.elements.get(node.target, 0) + scores * processor.score
         return Cost(flops, bytes, 1, work, processor.kernel)
 
-    def _efficiency(self, node: fx.Node, processor: Processor, share: float) -> float:
-        """Share of a GEMM's rate, by the smallest size of its matrices."""
-        shapes = [
-            list(map(self.estimate, shape_of(x.meta["val"])))
-            for x in (*[x for x in node.all_input_nodes if is_tensor(x)][:2], node)
-            if is_tensor(x) and x.meta["val"].dim() > 1
-        ]
-        if node.target not in (*PRODUCTS, aten.scaled_dot_product_attention.default) or not shapes:
+    def _whole_vectors(self, node: fx.Node, processor: Processor) -> float:
+        """How many FLOPs a product takes for one that it needs: its columns fill vectors. With a
+        vector it reads a matrix once, and its bytes are nearly all."""
+        value = flat(node.meta["val"])[0]
+        if node.target not in PRODUCTS or value.dim() < 2:
             return 1.0
-        of_weight = any(len(shape) == 2 for shape in shapes)
-        sizes = [x[-1] for x in shapes] if of_weight else sum((x[-2:] for x in shapes), [])
-        # attention is one kernel, which does not write its scores
-        is_plain = of_weight or node.target is aten.scaled_dot_product_attention.default
-        edge = processor.edge if is_plain else processor.batched_edge
-        # the rows of a batch are one dimension of a product with a weight, which costs as much as
-        # so many rows more: linear in the rows, as a guard is
-        rows = max(share * math.prod(shapes[-1][:-1]), 1) if of_weight else math.inf
-        return 1 / (1 + edge / min(sizes) + edge / rows)
+        *rows, columns = map(self.estimate, shape_of(value))
+        lanes = max(processor.vector // value.element_size(), 1)
+        return 1.0 if 1 in (columns, rows[-1]) else -(-columns // lanes) * lanes / columns
+
+    def of_rows(self, node: fx.Node, share: float) -> float:
+        """The share of a product's time that a product of a share of its rows takes."""
+        value = node.meta["val"]
+        processor = CPU if value.device.type == "cpu" else GPU
+        least = processor.wave if value.element_size() == 4 else 0
+        return max(share, least / self.elements(value))
 
     def bytes(self, node: Any) -> float:
         tensors = [x for x in flat(node.meta.get("val")) if isinstance(x, torch.Tensor)]
@@ -184,7 +184,8 @@ class Costs:
     def fused(self, node: fx.Node, fusion: Fusion) -> Cost:
         """Of what a fusion does for an operator that it replaces: the FLOPs, and, for its result,
         all that it reads and writes."""
-        flops = self._fused_flops(node)
+        visible = self.analysis.visible.get(fusion.node, 1.0)
+        flops = visible * self._fused_flops(node)
         if node is not fusion.node:
             return replace(self.of(node, flops, 0), kernels=0, starts=0)
         shares = {
@@ -193,11 +194,13 @@ class Costs:
         read = sum(self.bytes(x) * shares.get(x, 1.0) for x in fusion.inputs)
         if not isinstance(fusion, DINAttention):
             flops += sum(map(self._fused_flops, fusion.products))
-            return self.of(node, flops, read + self.bytes(node))
+            attends = isinstance(fusion, (TargetAttention, LevelAttention))
+            scores = visible * self._scores(node) if attends else 0
+            return self.of(node, flops, read + self.bytes(node), scores=scores)
         # each product at its own rate; the first linear multiplies q ∘ k alone
         shares_of = [1 / len(fusion.mlp["features"]), *[1.0] * len(fusion.products)]
         products = [
-            self.of(x, self._fused_flops(x) * share, 0)
+            self.of(x, visible * self._fused_flops(x) * share, 0)
             for x, share in zip(fusion.products, shares_of)
         ]
         total = sum(products, self.of(node, 0, read + self.bytes(node)))
@@ -205,11 +208,23 @@ class Costs:
         if node.meta["val"].device.type != "cpu":
             return cost
         # in chunks that stay in a cache; a kernel has them in registers: q ∘ k, what q and k add to
-        # the first linear, the activations and the weighted sum
+        # the first linear, the activations, the linears' operands and the weighted sum
+        *hidden, _ = map(self.bytes, fusion.products)
         key, value = fusion.operands[:2]
-        cached = 2 * self.bytes(key) + 4 * self.bytes(fusion.products[0]) + self.bytes(value)
-        cached += sum(self.full(x).work for x in fusion.activations)
-        return replace(cost, work=cost.work + OF_CACHED * cached)
+        cached = 2 * self.bytes(key) + self.bytes(value) + 2 * hidden[0]
+        cached += (2 + DIN_PASSES.get(fusion.mlp["activation"], 2)) * sum(hidden)
+        computed = sum(
+            CPU.elements.get(x.target, 0) * self.elements(x.meta["val"])
+            for x in fusion.activations
+            if is_tensor(x)
+        )
+        return replace(cost, work=cost.work + visible * (cached + computed))
+
+    def _scores(self, attention: fx.Node) -> float:
+        """How many scores an attention, or the product with its values, has."""
+        value = attention.meta["val"]
+        products = 1 + (attention.target is aten.scaled_dot_product_attention.default)
+        return self._flops(attention) / (2 * products * self.estimate(shape_of(value)[-1]))
 
     def _fused_flops(self, node: fx.Node) -> float:
         """On the base, if there is one."""
@@ -251,10 +266,8 @@ class Costs:
         return sum(map(self._more_in_fast_path, fast), sum(costs, Cost()))
 
     def _more_in_fast_path(self, attention: fx.Node) -> Cost:
-        query, key = positional(attention)[:2]
-        scores = product(shape_of(query.meta["val"])[:-1]) * shape_of(key.meta["val"])[-2]
         processor = CPU if attention.meta["val"].device.type == "cpu" else GPU
-        return Cost(work=self.estimate(scores) * processor.masked_score)
+        return Cost(work=self._scores(attention) * processor.masked_score)
 
     def _operator(self, node: fx.Node, share: Callable[[fx.Node], float]) -> Cost:
         if not is_operator(node) or not isinstance(first_of(node.meta.get("val")), torch.Tensor):
@@ -276,12 +289,23 @@ class Costs:
         if node.target is not aten.cat.default:
             computed = max(self.elements(first_of(x.meta["val"])) for x in (*operands, node))
             own = share(node)
+            if node.target is aten.softmax.int and self._is_short(node):
+                computed *= ONE_BY_ONE
+            attends = node.target is aten.scaled_dot_product_attention.default
+            scores = own * self._scores(node) if attends else 0
             flops = self._flops(node) * own
-            return self.of(node, flops, moved, computed=computed * own, share=own)
+            return self.of(node, flops, moved, computed=computed * own, scores=scores)
         value = node.meta["val"]
         dim = Call(node, {}).dim("dim", value.dim())
         vectors = all(self.is_vector(x.meta["val"], dim) for x in operands)
         return self.of(node, 0, moved, 0 if vectors else self.elements(value) * share(node))
+
+    def _is_short(self, node: fx.Node) -> bool:
+        """Whether the node's rows fill no vector."""
+        value = node.meta["val"]
+        processor = CPU if value.device.type == "cpu" else GPU
+        columns = self.estimate(shape_of(value)[-1]) if value.dim() else 1
+        return columns * value.element_size() < processor.vector
 
     def _needs_copy(self, operand: torch.Tensor, reshape: fx.Node) -> bool:
         """Whether no view of the operand has the shape."""

@@ -6,6 +6,7 @@ torch's masked_fill and where take one element at a time there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +22,14 @@ class Processor:
 
     Attributes:
         flops_16_bit, flops: FLOPs per byte of operators on elements of 16 bits, and on others.
-        kernel: bytes per call of an operator, however small.
+        kernel: bytes in the time of an operator, however small.
         element: bytes per element that is copied by itself, as torch's index_select, gather and cat
             do on CUDA unless slices are vectors.
-        edge, batched_edge: a GEMM whose smallest size is this one has half of the rate, and so have
-            those of a batch of matrices.
+        cache: bytes that an operator reads and writes at this rate. More come from memory, which
+            takes twice the time.
+        vector: bytes of the columns of a GEMM that are computed together, however few are needed.
+        wave: elements of a float32 GEMM that all units compute at once, and less in the same time.
+        score: bytes per score of attention.
         masked_score: bytes per score of masked attention in torch's fast path, more than in
             scaled_dot_product_attention.
         elements: more bytes per element of the largest operand, of operators that compute more than
@@ -41,45 +45,54 @@ class Processor:
     call: float
     attention: float
     compression: float
-    edge: float = 0
-    batched_edge: float = 0
+    cache: float = math.inf
+    vector: int = 1
+    wave: int = 0
+    score: float = 0
     masked_score: float = 0
     elements: Mapping[Any, float] = field(default_factory=dict)
 
 
-# measured of fp32 [80000, 64], less the bytes that the operator reads and writes
+# measured of fp32 [4000, 64] and [80000, 64], less the bytes that the operator reads and writes
 OF_CPU = {
-    120: "index.Tensor",  # by several indices
-    80: "where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar"
-        " masked_fill.Tensor",
-    50: "tanh.default max.dim min.dim",
-    30: "embedding_bag.padding_idx",
-    25: "softmax.int _softmax.default rms_norm.default",
-    18: "exp.default gelu.default",
-    12: "sigmoid.default silu.default _to_copy.default",
-    8: "eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar eq.Tensor ne.Tensor lt.Tensor"
-       " le.Tensor gt.Tensor ge.Tensor layer_norm.default",
+    200: "var.correction std.correction var_mean.correction",
+    100: "where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar"
+        " masked_fill.Tensor index.Tensor",  # by several indices
+    45: "max.dim min.dim",
+    30: "embedding_bag.padding_idx elu.default softplus.default atan2.default log1p.default",
+    20: "tanh.default softmax.int _softmax.default layer_norm.default rms_norm.default",
+    10: "exp.default log.default gelu.default sigmoid.default silu.default _to_copy.default"
+        " eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar eq.Tensor ne.Tensor lt.Tensor"
+        " le.Tensor gt.Tensor ge.Tensor",
 }  # fmt: skip
 _ELEMENTS = {
     getattr(getattr(aten, name.split(".")[0]), name.split(".")[1]): cost
     for cost, names in OF_CPU.items()
     for name in names.split()
 }
-# CPU, one thread: of an AMD EPYC 75 GFLOP/s of a GEMM, 3 µs a call of a small operator, 20 GB/s of
-# a copy; of an Intel Xeon with AVX-512 115 GFLOP/s, and 10 GB/s for 20 MB, 23 for 2 MB. The FLOPs
-# per byte are between those. Copies are by rows. A GEMM of a batch of [27, 32] by [32, 27] has a
-# third of the rate, one of 16 rows by [1280, 512] a half.
+# CPU, one thread of an Intel Xeon with AVX-512: 165 GFLOP/s of a GEMM whose columns fill vectors,
+# also of few rows or of a batch, less the time of its bytes; 25 GB/s of a copy of 12 MB, 13 of 80.
+# An AMD EPYC has 75 GFLOP/s and 20 GB/s. In eager models, a call of a small operator takes 10 µs,
+# with all that Python does for it; in a loop 3. A softmax of 4 or 11 elements takes 19 ns for each.
+# Attention writes the scores, and reads and writes them in a softmax.
 # GPU, one H200: 722 TFLOP/s of a bf16 GEMM, 67 of fp32, 4.24 TB/s of a copy, 2 µs a small kernel in
 # a CUDA graph. Element by element, index_select copied 8.4 million elements in 40 µs and cat 11.2
-# million in 34 µs: 3.8 ps each.
+# million in 34 µs: 3.8 ps each. A fp32 GEMM has tiles of 128 by 128, one for each of 132 units.
 # nn.TransformerEncoder's fast path takes 5 ns more for each score: it computes exp one by one.
 # Eager calls of bench_broadcast.py: the slow host of an H100 issued an attention with its groups in
 # the time of 60 operators, a compression in that of 15; a host that issues an operator in 8 µs is
 # assumed. One thread of the EPYC takes 10, 900 and 80 µs.
 CPU = Processor(
-    6.5, 6.5, kernel=60e3, element=0, call=2e5, attention=18e6, compression=1.6e6, edge=12,
-    batched_edge=45, masked_score=100, elements=_ELEMENTS,
+    6.5, 6.5, kernel=2.5e5, element=0, call=2.5e5, attention=18e6, compression=1.6e6, cache=16e6,
+    vector=64, score=36, masked_score=100, elements=_ELEMENTS,
 )  # fmt: skip
 GPU = Processor(
-    flops=16, flops_16_bit=170, kernel=8e6, element=16, call=34e6, attention=2e9, compression=5e8
+    flops=16,
+    flops_16_bit=170,
+    kernel=8e6,
+    element=16,
+    call=34e6,
+    attention=2e9,
+    compression=5e8,
+    wave=132 * 128 * 128,
 )

@@ -138,9 +138,10 @@ class Report:
 
     Attributes:
         sites: operators that read replicated rows, views left out.
-        before, after: estimated costs of the whole model, gathers included. A key that a mask hides
-            counts as any other. `before` is of eager calls: on a CPU, torch's fast path of
-            nn.TransformerEncoder takes longer if keys are masked.
+        before, after: estimated costs of the whole model, gathers included. On a CPU, fused
+            attentions leave out the share of keys that masks hide in the example. `before` is of
+            eager calls: on a CPU, torch's fast path of nn.TransformerEncoder takes longer if keys
+            are masked.
         sizes: the sizes that the estimates are for.
         certificate: what was checked on the example inputs.
         runs_model: whether every call runs the model itself, because the new graph would take about

@@ -200,7 +200,7 @@ def costs_of_terms(node: fx.Node, x: fx.Node, groups: Sequence[Group], costs: Co
     for group in groups:
         size, rows = group.width / width, group.rows * group.share
         moved = rows * (size * of_x + result) + size * of_weight
-        after.append(costs.of(node, size * rows * whole.flops, moved))
+        after.append(costs.of(node, size * costs.of_rows(node, rows) * whole.flops, moved))
         blocks = sum(len(term.blocks) - 1 for term in group.terms)
         after += [costs.of(node, 0, 3 * size * of_weight)] * blocks
         if len(group.terms) > 1:

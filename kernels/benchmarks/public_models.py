@@ -282,31 +282,43 @@ def least_times(
     return [min(own) for own in times]
 
 
+class NotCaptured(RuntimeError):
+    """A call that no CUDA graph can hold."""
+
+
 class HostConstants(TorchDispatchMode):
     """Keeps the copies to the device of tensors that a model makes on the host in each call, as a
-    capture cannot make them. All calls are the same."""
+    capture cannot make them. A copy is found by what it holds: a first call may make more of them.
+
+    Attributes:
+        copies: by contents.
+        last: the operator that was called last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.copies: list[Tensor] = []
-        self.number = 0
+        self.copies: dict[tuple[Any, ...], Tensor] = {}
+        self.last = "nothing"
 
-    def copy(self, make: Callable[[], Tensor]) -> Tensor:
-        self.number += 1
-        if len(self.copies) < self.number:
-            self.copies.append(make())
-        return self.copies[self.number - 1]
+    def copy(self, x: Tensor, make: Callable[[], Tensor], *options: Any) -> Tensor:
+        numbers = x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        key = (x.dtype, x.shape, numbers, *options)
+        if key not in self.copies:
+            self.copies[key] = make()
+        return self.copies[key]
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self.last = str(function)
         if function is torch.ops.aten._to_copy.default:
             device = kwargs.get("device")
             if args[0].is_cpu and device is not None and device.type != "cpu":
-                return self.copy(lambda: function(*args, **kwargs))
+                make = partial(function, *args, **kwargs)
+                return self.copy(args[0], make, *kwargs.items())
         elif function is torch.ops.aten.index.Tensor and not args[0].is_cpu:
             x, indices = args
             own = (
-                self.copy(partial(i.to, x.device)) if i is not None and i.is_cpu else i
+                self.copy(i, partial(i.to, x.device)) if i is not None and i.is_cpu else i
                 for i in indices
             )
             args = x, list(own)
@@ -320,7 +332,6 @@ def replayed(function: Callable[[], Any]) -> Callable[[], None]:
     constants = HostConstants()
 
     def call() -> None:
-        constants.number = 0
         with constants:
             function()
 
@@ -329,9 +340,16 @@ def replayed(function: Callable[[], Any]) -> Callable[[], None]:
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except Exception as error:
+        raise NotCaptured(f"no CUDA graph: {constants.last} waits for the device") from error
+
+    def replay(kept: Any = constants.copies) -> None:  # the graph reads them
+        graph.replay()
+
+    return replay
 
 
 def measured(
@@ -384,11 +402,16 @@ def timed_cells(name: str, options: argparse.Namespace) -> list[str]:
     if options.report:
         print(f"{name}\n{report}\n")
     cells = [name.strip(), source, f"{report.gain:.2f}"]
+    notes = ["the model runs"] * report.runs_model
     for mode in options.mode:
         torch.compiler.reset()
-        before, after = measured(public, fused, mode, options.calls, options.device)
-        cells += [f"{before / after:.2f}", f"{before:.3g} → {after:.3g}"]
-    return [*cells, "the model runs" if report.runs_model else ""]
+        try:
+            before, after = measured(public, fused, mode, options.calls, options.device)
+        except NotCaptured as error:
+            cells, notes = [*cells, "–", "–"], [*notes, str(error)]
+        else:
+            cells += [f"{before / after:.2f}", f"{before:.3g} → {after:.3g}"]
+    return [*cells, "; ".join(notes)]
 
 
 def ranges_cells(name: str, options: argparse.Namespace) -> list[str]:

@@ -19,11 +19,12 @@ from ranking_model import embedding_bags, stack_bags
 from serving_models import add_cache_options, add_ranker_options, ranker_from_options, uses_graphs
 from serving_steps import FeatureTable, sums_of_bags, to_device
 from serving_warm_up import warm_up
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import jagged_modules as jm
 from jagged_modules.captured_step import RUNNERS
 
+from ..direct_graphs import Direct
 from .serving import CACHE, CPU, Requests, ranker_of
 from .test_serving_rankers import assert_same_scores, every_model
 
@@ -75,17 +76,15 @@ class Outside(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-class Frozen:
-    """In place of CUDA graphs: a replay is free, and leaves the results as they are."""
+class Unseen(Direct):
+    """A replay that `Outside` does not see."""
 
-    pool, replays = None, 0
-
-    def __init__(self, forward, backward, *_):
-        self._outputs = forward()
+    replays = 0
 
     def forward(self):
-        Frozen.replays += 1
-        return self._outputs
+        Unseen.replays += 1
+        with _disable_current_modes():
+            return super().forward()
 
 
 @pytest.mark.parametrize(
@@ -93,20 +92,20 @@ class Frozen:
     [("hstu", 5, 19), ("hstu", 1, 17), ("attention", 5, 25), ("attention", 1, 20)],
 )
 def test_a_batch_of_cached_users_runs_little_outside_of_its_graphs(
-    served, monkeypatch, name, count, limit
+    served, monkeypatch, poisoned_memory, name, count, limit
 ):
     """Users with and without a new event are one replay, and no row is read or written outside."""
-    monkeypatch.setitem(RUNNERS, "cpu", Frozen)
-    monkeypatch.setattr(Frozen, "replays", 0)
+    monkeypatch.setitem(RUNNERS, "cpu", Unseen)
+    monkeypatch.setattr(Unseen, "replays", 0)
     ranker = ranker_of(served[name], CACHE, 128, graphs=True)
     requests = Requests(ranker)
     users = [user for user in range(25) if ranker.histories.length(user) < 40][:count]
     for _ in range(2):
         ranker.score([requests.of(user, int(user == users[0]), 3) for user in users])
-    before, Frozen.replays = ranker.run.captures, 0
+    before, Unseen.replays = ranker.run.captures, 0
     with Outside() as outside:
         ranker.score([requests.of(user, int(user == users[0]), 3) for user in users])
-    assert ranker.run.captures == before and Frozen.replays == 1
+    assert ranker.run.captures == before and Unseen.replays == 1
     assert sum(outside.counts.values()) <= limit
     for op in ("index_select", "index.Tensor", "searchsorted.Tensor", "index_copy_"):
         assert not any(x.startswith(f"aten.{op}") for x in outside.counts)
@@ -114,10 +113,9 @@ def test_a_batch_of_cached_users_runs_little_outside_of_its_graphs(
 
 @every_model
 @pytest.mark.parametrize("cache", [0, CACHE], ids=["none", "CACHE"])
-def test_no_graph_is_captured_after_a_warm_up(served, monkeypatch, name, cache):
+def test_no_graph_is_captured_after_a_warm_up(served, padded, poisoned_memory, name, cache):
     """In 60 random batches of 1 to 25 users, with and without new events, of 1 to 80 candidates per
     user, as in `test_no_kernel_is_compiled_after_a_warm_up`; the cache loses some of them."""
-    monkeypatch.setitem(RUNNERS, "cpu", Frozen)
     ranker = ranker_of(served[name], cache, 128, graphs=True)
     warm_up(ranker, max_users=25, max_candidates=2000)
     before, requests = ranker.captures, Requests(ranker)

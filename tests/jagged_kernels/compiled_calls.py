@@ -341,7 +341,12 @@ LAYERS = {
         lambda users, candidates, index, layer: layer(candidates, users, index),
     ),
     "JaggedMLP": (
-        lambda device: jm.JaggedMLP([WIDTH, 40, 8], "gelu", device=device),
+        lambda device: jm.JaggedMLP([WIDTH, 40, 8], device=device),
+        _rows_inputs,
+        _on_rows,
+    ),
+    "JaggedEncoderLayer": (
+        lambda device: jm.JaggedEncoderLayer(WIDTH, HEADS, 40, device=device),
         _rows_inputs,
         _on_rows,
     ),

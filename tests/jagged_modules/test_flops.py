@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import jagged_modules as jm
 from jagged_modules import flops
 from jagged_modules import functional as F
+from jagged_modules.functional.linear import relu_linear
 from jagged_modules.layers import hstu
 
 OFFSETS = torch.tensor([0, 3, 3, 8])
@@ -221,6 +222,11 @@ def test_hstu_as_one_node(monkeypatch):
         (x,) = rows(8, 32, device="meta", n=1)
         found.append(count(lambda x, layer=layer: layer((x, OFFSETS))[0], x))
     assert found[0] == found[1]
+
+
+def test_relu_in_a_gemm():
+    x, weight = torch.randn(8, 32), torch.randn(16, 32)
+    assert count(lambda: relu_linear(x, weight, torch.zeros(16)))[0] == 2 * 8 * 32 * 16
 
 
 def test_each_operator_with_matrix_multiplications_has_a_formula():

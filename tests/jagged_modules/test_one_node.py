@@ -264,6 +264,7 @@ CASES = {
     "self-without": lambda: SelfTargetCase((0, 1, 7), torch.zeros(0, dtype=torch.long)),
     "rotated-values": lambda: Case(blocks("qkv")),
     "mlp": lambda: Case(lambda: jm.JaggedMLP([WIDTH, 7, 13, 5], "gelu")),
+    "relu": lambda: Case(lambda: jm.JaggedMLP([WIDTH, 7, 13, 5])),
     "swiglu": lambda: Case(lambda: jm.JaggedMLP([WIDTH, 7, 5], "swiglu")),
     "encoder-first": lambda: Case(encoder(True, "layer", "swiglu", mask=CAUSAL)),
     "encoder-behind": lambda: Case(encoder(False, "layer", "gelu"), num_targets=TARGETS),
@@ -357,6 +358,7 @@ FROZEN = [
     "candidates",
     "self-ordered",
     "mlp",
+    "relu",
     "swiglu",
     "encoder-first",
     "encoder-behind",
@@ -380,8 +382,8 @@ def test_what_is_frozen_gets_no_gradient(nodes, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["block", "seeds", "rotary", "candidates", "self-candidates"]
-    + ["encoder-first", "encoder-behind"],
+    ["block", "seeds", "rotary", "candidates", "self-candidates", "mlp", "relu"]
+    + ["encoder-first", "encoder-behind", "encoder-False-rms-relu"],
 )
 def test_checkpoints_retained_graphs_and_no_gradients(nodes, name):
     case = CASES[name]()
@@ -499,7 +501,7 @@ def test_dropout(nodes, activation, probability):
 
 
 @pytest.mark.parametrize("probability", [0.3, 1.0])
-@pytest.mark.parametrize("name", ["encoder-first", "encoder-behind"])
+@pytest.mark.parametrize("name", ["encoder-first", "encoder-behind", "encoder-False-rms-relu"])
 def test_dropout_of_an_encoder(nodes, name, probability):
     """The gradient is the derivative for the elements that are kept: the same for a seed."""
     case = CASES[name]()
@@ -528,7 +530,49 @@ def test_dropout_of_an_encoder(nodes, name, probability):
     torch.testing.assert_close(case.results(case.layer), in_modules(case))
 
 
-@pytest.mark.parametrize("name", ["layer", "block", "rotary", "mlp", "encoder-behind"])
+@pytest.mark.parametrize("name", ["mlp", "relu", "encoder-False-rms-relu", "layer"])
+def test_the_result_outlives_the_backward(nodes, name):
+    case = CASES[name]()
+    out = case.run(case.layer, *(x.clone().requires_grad_() for x in case.inputs))
+    before = out.detach().clone()
+    out.sum().backward()
+    assert torch.equal(out, before) and len(nodes) == 1
+
+
+def test_relu_keeps_the_next_layers_input_alone(nodes):
+    """Other activations keep z beside it."""
+
+    def kept(activation):
+        case, sizes = Case(lambda: jm.JaggedMLP([WIDTH, 7, 13, 5], activation)), {}
+
+        def pack(x):
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = case.run(case.layer, *case.inputs)
+        assert out.requires_grad  # and keeps the storages
+        return sum(sizes.values())
+
+    assert kept("gelu") - kept("relu") == (7 + 13) * 8 * sum(LENGTHS)
+
+
+@pytest.mark.parametrize("activation, count", [("relu", 0), ("gelu", 2)])
+def test_an_encoder_computes_activations_but_relu_again(nodes, monkeypatch, activation, count):
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return activated(*arguments)
+
+    monkeypatch.setattr(mlp_node, "activated", counted)
+    monkeypatch.setattr(mlp_node, "activation_gradients", lambda dy, *_: (dy, dy.sum(0)))
+    case = Case(encoder(True, "layer", activation))
+    case.results(case.layer)
+    assert len(calls) == count
+
+
+@pytest.mark.parametrize("name", ["layer", "block", "rotary", "mlp", "relu", "encoder-behind"])
 def test_no_rows(nodes, name):
     case = CASES[name]()
     x = torch.zeros(0, WIDTH, dtype=torch.float64, requires_grad=True)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import jagged_modules as jm
+from jagged_modules.functional.linear import relu_linear
 from jagged_modules.layers import (
     block_attention_node,
     encoder_node,
@@ -55,6 +56,11 @@ LAYERS = {
         width, heads, 2 * width, activation="gelu", mask=CAUSAL
     ),
 }
+# Their gradients have steps, where an error of z counts in full: not beside float64 in 16 bits.
+WITH_STEPS = {
+    "relu": lambda width, heads: jm.JaggedMLP([width, 2 * width, width]),
+    "encoder-relu": lambda width, heads: jm.JaggedEncoderLayer(width, heads, 2 * width),
+}
 SEEDS = 32
 # widths, heads; every second of them has small head dims and large ones
 SIZES = [(64, 1), (96, 1), (512, 4), (64, 4), (96, 4), (256, 2), (128, 8), (1024, 8)]
@@ -94,7 +100,7 @@ class Case:
 
     def __init__(self, name, width=64, heads=2, dtype=torch.float32, lengths=LENGTHS):
         torch.manual_seed(0)
-        self.layer = LAYERS[name](width, heads).to(dtype)
+        self.layer = (LAYERS | WITH_STEPS)[name](width, heads).to(dtype)
         self.exact = copy.deepcopy(self.layer).double()
         self.layer.cuda()
         rows, has_targets = [sum(lengths)], name == "self-targets"
@@ -288,7 +294,9 @@ def test_no_synchronisation_and_rows_behind_the_end(name):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", [x for x in LAYERS if x not in ("self-targets", "seeds")])
+@pytest.mark.parametrize(
+    "name", [x for x in LAYERS | WITH_STEPS if x not in ("self-targets", "seeds")]
+)
 def test_no_rows(name):
     case = Case(name, lengths=[0, 0, 0, 0, 0, 0])
     out, dx, *others = case.results(case.layer)
@@ -447,6 +455,43 @@ def test_dropout_of_an_encoder(nodes, name, enabled):
     (expected,) = torch.autograd.grad(of_modules, x, do.to(of_modules))
     operands = torch.bfloat16 if enabled else torch.float32
     assert_rounded([out, dx], [of_modules, expected], operands, sum(LENGTHS), name)
+
+
+@pytest.mark.parametrize("probability", [0, 0.25])
+@pytest.mark.parametrize("name", WITH_STEPS)
+def test_relu(nodes, name, probability):
+    """In fp32, beside the modules."""
+    case = Case(name)
+    for module in case.layer.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = probability
+
+    def results():
+        torch.manual_seed(3)
+        return case.results(case.layer, enabled=False)
+
+    actual = results()
+    assert len(nodes) == 1
+    with in_modules():
+        assert_rounded(actual, results(), torch.float32, sum(LENGTHS), name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 7, 5000])
+def test_relu_in_a_gemm(rows, dtype):
+    """Of rows of any stride: bits of the ReLU after a GEMM, or its rounding. A NaN stays in its
+    row, and is no 0."""
+    x, weight, bias = (torch.randn(n, 96, device="cuda", dtype=dtype) for n in (rows, 64, 1))
+    x[rows // 2, 3] = float("nan")
+    x, weight, bias = x[:, :72], weight[:, :72], bias[0, :64]
+    found = relu_linear(x, weight, bias)
+    assert found[rows // 2].isnan().all() and int(found.isnan().sum()) == 64
+    exact = torch.relu(x.double() @ weight.double().t() + bias.double())
+    size = x.double().abs() @ weight.double().abs().t() + bias.double().abs()  # of the sum's terms
+    # one rounding, and those of 73 terms in fp32
+    bound = torch.finfo(dtype).eps / 2 * exact + 73 * torch.finfo(torch.float32).eps * size
+    others = torch.arange(rows, device="cuda") != rows // 2
+    assert (found.double() - exact).abs()[others].le(1.01 * bound[others]).all()
 
 
 @pytest.mark.parametrize("name", ["block", "blocks"])

@@ -232,16 +232,13 @@ def hopper_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: flo
     Above head dim 128, dq and the bias tables' sums take more than the shared memory of a
     multiprocessor. "gelu_taylor" has many instructions, which leave too few registers above head
     dim 64: the portable kernels took 8 to 16 % less time. With a bias, very short segments and GELU
-    at head dims up to 64 have not been measured with small tiles. Nor has dropout: above head dim
-    128, the portable kernels take more than twice the time without it.
+    at head dims up to 64 have not been measured with small tiles, and dropout not at all.
     """
     narrow = padded_dim(p.head_dim) <= 64
-    if p.dropout and p.head_dim <= 128:
-        return False
     if not p.biased:
         return p.activation != "gelu_taylor" or narrow
     long = q_seqlen is None or kv_seqlen is None or q_seqlen * kv_seqlen >= 1024
-    long = long and p.head_dim <= 128
+    long = long and p.head_dim <= 128 and not p.dropout
     return long and p.activation != "gelu_taylor" and (p.activation != "gelu" or not narrow)
 
 

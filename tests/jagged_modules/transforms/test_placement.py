@@ -226,14 +226,39 @@ def test_a_cost_is_the_sum_of_its_terms(gpu_costs):
     assert " kernels, cost " in str(fused.report)
 
 
-def test_a_gemm_of_few_rows_has_a_lower_rate():
-    """On a CPU: a weight costs as much as more rows."""
-    shapes = (64,), (64,), (64, 64)
-    fused = fused_for(lambda user, item, layer: layer(user) * item, *shapes, dtype=torch.float32)
-    site_of, cpu = site(fused, "linear"), placement.CPU
-    for cost, rows in ((site_of.before, CANDIDATES), (site_of.after, USERS)):
-        flops = 2 * 64 * 64 * (rows * (1 + cpu.edge / 64) + cpu.edge)
-        assert cost.work == pytest.approx(4 * (2 * rows * 64 + 64 * 64) + flops / cpu.flops)
+def costs_of(function, *shapes, **hints):
+    """Costs of the operators of a function of tensors of these shapes, on a CPU."""
+    captured = capture(Model(function), tuple(map(torch.randn, shapes)), {})
+    clean_up(captured.graph)
+    costs = placement.Costs(Analysis(), partial(evaluate, hints=captured.hints, unknown=1))
+    operators = [x for x in captured.graph.nodes if x.op == "call_function"]
+    return [cost for cost in map(costs.full, operators) if cost.kernels]
+
+
+@pytest.mark.parametrize("columns, computed", [(64, 64), (65, 80), (4, 16), (1, 1)])
+def test_columns_of_a_gemm_fill_vectors(columns, computed):
+    """On a CPU, of 16 elements. A product with a vector reads the matrix once."""
+    (cost,) = costs_of(torch.matmul, (100, 32), (32, columns))
+    moved = 4 * (100 * 32 + 32 * columns + 100 * columns)
+    flops = 2 * 100 * 32 * computed
+    assert cost.bytes == moved and cost.work == pytest.approx(moved + flops / placement.CPU.flops)
+
+
+def test_what_a_cache_does_not_hold_takes_twice_the_time():
+    for rows in (100, 100_000):
+        (cost,) = costs_of(torch.add, (rows, 64), (rows, 64))
+        moved = 4 * 3 * rows * 64
+        assert cost.work == moved + max(moved - placement.CPU.cache, 0)
+    assert moved > placement.CPU.cache
+
+
+@pytest.mark.parametrize("columns", [4, 15, 16])
+def test_a_softmax_of_short_rows_costs_more(columns):
+    """It computes them one by one."""
+    (cost,) = costs_of(lambda x, y: x.softmax(1), (100, columns), (2, 2))
+    times = placement.ONE_BY_ONE if columns < 16 else 1
+    own = times * placement.CPU.elements[aten.softmax.int]
+    assert cost.work == 100 * columns * (8 + own)
 
 
 def test_reshapes_cost_nothing_where_a_view_has_the_shape():

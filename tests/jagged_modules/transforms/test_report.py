@@ -134,7 +134,7 @@ def test_operators_with_gemms():
 
     assert any(
         site.decision == "moved"
-        for site in checked_report(Operators(), inputs, ("history",), 4, 60).sites
+        for site in checked_report(Operators(), inputs, ("history",), 4, 2000).sites
     )
 
 
