@@ -277,7 +277,9 @@ class Costs:
             expanded = any(size_of(stride) == 0 for stride in operand.stride())
             # of an expansion, see gather
             copies = node.target in TO_SHAPE and not expanded and self._needs_copy(operand, node)
-            return self.of(node, 0, 2 * self.bytes(node) * share(node)) if copies else Cost()
+            if copies:
+                return self.of(node, 0, 2 * self.bytes(node) * share(node))
+            return Cost(starts=CPU.view if operand.device.type == "cpu" else GPU.view)
         if node.target in LOOKUPS:  # reads as much as it writes, not the whole table
             given = first_of(node.meta["val"])
             indices = list(filter(is_tensor, flat(positional(node)[1])))
