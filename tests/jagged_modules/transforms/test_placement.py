@@ -360,3 +360,8 @@ def test_a_gemm_of_few_rows_takes_as_long_as_a_tile_on_a_gpu(gpu_costs, dtype, p
 
     fused = fused_for(function, (8192,), (512,), (8704, 512), dtype=dtype)
     assert len(called(fused, aten.linear.default)) == parts
+
+
+def test_products_without_elements_have_costs():
+    costs = costs_of(lambda x, y: (x @ y, y @ x), (3, 0), (0, 3))
+    assert all(cost.work >= 0 for cost in costs)
