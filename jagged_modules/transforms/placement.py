@@ -151,14 +151,14 @@ class Costs:
             return 1.0
         *rows, columns = map(self.estimate, shape_of(value))
         lanes = max(processor.vector // value.element_size(), 1)
-        return 1.0 if 1 in (columns, rows[-1]) else -(-columns // lanes) * lanes / columns
+        return 1.0 if min(columns, rows[-1]) < 2 else -(-columns // lanes) * lanes / columns
 
     def of_rows(self, node: fx.Node, share: float) -> float:
         """The share of a product's time that a product of a share of its rows takes."""
         value = node.meta["val"]
         processor = CPU if value.device.type == "cpu" else GPU
         least = processor.wave if value.element_size() == 4 else 0
-        return max(share, least / self.elements(value))
+        return max(share, least / max(self.elements(value), 1))
 
     def bytes(self, node: Any) -> float:
         tensors = [x for x in flat(node.meta.get("val")) if isinstance(x, torch.Tensor)]
@@ -224,7 +224,7 @@ class Costs:
         """How many scores an attention, or the product with its values, has."""
         value = attention.meta["val"]
         products = 1 + (attention.target is aten.scaled_dot_product_attention.default)
-        return self._flops(attention) / (2 * products * self.estimate(shape_of(value)[-1]))
+        return self._flops(attention) / (2 * products * max(self.estimate(shape_of(value)[-1]), 1))
 
     def _fused_flops(self, node: fx.Node) -> float:
         """On the base, if there is one."""
@@ -277,7 +277,9 @@ class Costs:
             expanded = any(size_of(stride) == 0 for stride in operand.stride())
             # of an expansion, see gather
             copies = node.target in TO_SHAPE and not expanded and self._needs_copy(operand, node)
-            return self.of(node, 0, 2 * self.bytes(node) * share(node)) if copies else Cost()
+            if copies:
+                return self.of(node, 0, 2 * self.bytes(node) * share(node))
+            return Cost(starts=CPU.view if operand.device.type == "cpu" else GPU.view)
         if node.target in LOOKUPS:  # reads as much as it writes, not the whole table
             given = first_of(node.meta["val"])
             indices = list(filter(is_tensor, flat(positional(node)[1])))

@@ -23,6 +23,7 @@ class Processor:
     Attributes:
         flops_16_bit, flops: FLOPs per byte of operators on elements of 16 bits, and on others.
         kernel: bytes in the time of an operator, however small.
+        view: bytes in the time of a view.
         element: bytes per element that is copied by itself, as torch's index_select, gather and cat
             do on CUDA unless slices are vectors.
         cache: bytes that an operator reads and writes at this rate. More come from memory, which
@@ -41,6 +42,7 @@ class Processor:
     flops: float
     flops_16_bit: float
     kernel: float
+    view: float
     element: float
     call: float
     attention: float
@@ -73,7 +75,7 @@ _ELEMENTS = {
 # CPU, one thread of an Intel Xeon with AVX-512: 165 GFLOP/s of a GEMM whose columns fill vectors,
 # also of few rows or of a batch, less the time of its bytes; 25 GB/s of a copy of 12 MB, 13 of 80.
 # An AMD EPYC has 75 GFLOP/s and 20 GB/s. In eager models, a call of a small operator takes 10 µs,
-# with all that Python does for it; in a loop 3. A softmax of 4 or 11 elements takes 19 ns for each.
+# with all that Python does for it, a view 2. A softmax of 4 or 11 elements takes 19 ns for each.
 # Attention writes the scores, and reads and writes them in a softmax.
 # GPU, one H200: 722 TFLOP/s of a bf16 GEMM, 67 of fp32, 4.24 TB/s of a copy, 2 µs a small kernel in
 # a CUDA graph. Element by element, index_select copied 8.4 million elements in 40 µs and cat 11.2
@@ -83,16 +85,10 @@ _ELEMENTS = {
 # the time of 60 operators, a compression in that of 15; a host that issues an operator in 8 µs is
 # assumed. One thread of the EPYC takes 10, 900 and 80 µs.
 CPU = Processor(
-    6.5, 6.5, kernel=2.5e5, element=0, call=2.5e5, attention=18e6, compression=1.6e6, cache=16e6,
-    vector=64, score=36, masked_score=100, elements=_ELEMENTS,
+    6.5, 6.5, kernel=2.5e5, view=5e4, element=0, call=2.5e5, attention=18e6, compression=1.6e6,
+    cache=16e6, vector=64, score=36, masked_score=100, elements=_ELEMENTS,
 )  # fmt: skip
 GPU = Processor(
-    flops=16,
-    flops_16_bit=170,
-    kernel=8e6,
-    element=16,
-    call=34e6,
-    attention=2e9,
-    compression=5e8,
-    wave=132 * 128 * 128,
-)
+    flops=16, flops_16_bit=170, kernel=8e6, view=0, element=16, call=34e6, attention=2e9,
+    compression=5e8, wave=132 * 128 * 128,
+)  # fmt: skip

@@ -90,8 +90,8 @@ def corners_of(max_batch: MaxBatch) -> list[Point]:
 @dataclass(frozen=True)
 class Guard:
     """Where the second of two placements costs less: users · U + candidates · C + constant > 0,
-    with numbers of bytes. Printable. Costs are sums of bytes and FLOPs of rows, so they are linear
-    in the numbers of rows."""
+    with numbers of bytes. Printable. Costs are sums of bytes and FLOPs of rows, taken for linear in
+    the numbers of rows between the ends of the ranges."""
 
     users: int
     candidates: int

@@ -64,9 +64,8 @@ TORCHREC = {
 def test_torchrec(name):
     """The dense features are the user's: their tower runs once per user."""
     model = TORCHREC[name]().eval()
-    fused = fuse_broadcasts(
-        model, (torch.randn(64, DENSE), sparse(64)), request_only=("dense_features",)
-    )
+    example, shared = (torch.randn(64, DENSE), sparse(64)), ("dense_features",)
+    fused = fuse_broadcasts(model, example, request_only=shared, max_batch=(4, 100_000))
     graph = copy.deepcopy(fused)  # without the calls of the model for U >= C
     for users, index in ((3, [2, 0, 2, 2, 0]), (6, [4, 4]), (1, [0, 0])):
         index = torch.tensor(index)
@@ -140,7 +139,10 @@ def test_other_keys():
 
 def test_other_numbers_of_samples():
     example = torch.randn(64, DENSE), sparse(64)
-    fused = fuse_broadcasts(TORCHREC["DLRM"]().eval(), example, request_only=("dense_features",))
+    shared, sizes = ("dense_features",), (4, 100_000)
+    fused = fuse_broadcasts(
+        TORCHREC["DLRM"]().eval(), example, request_only=shared, max_batch=sizes
+    )
     with pytest.raises(
         ValueError, match="sparse_features must have one sample per candidate, 5, got 4"
     ):

@@ -252,6 +252,16 @@ def test_what_a_cache_does_not_hold_takes_twice_the_time():
     assert moved > placement.CPU.cache
 
 
+def test_an_attention_costs_its_scores():
+    shape = (10, 4, 50, 16)
+    (cost,) = costs_of(
+        lambda x, y: nn.functional.scaled_dot_product_attention(x, y, y), *[shape] * 2
+    )
+    moved, scores = 3 * 4 * 10 * 4 * 50 * 16, 10 * 4 * 50 * 50
+    expected = moved + scores * (4 * 16 / placement.CPU.flops + placement.CPU.score)
+    assert cost.work == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("columns", [4, 15, 16])
 def test_a_softmax_of_short_rows_costs_more(columns):
     """It computes them one by one."""
@@ -296,3 +306,62 @@ def test_estimates_of_the_model_know_torchs_fast_path(monkeypatch):
     scores = CANDIDATES * 2 * 5 * 5
     assert fast.before.work - slow.before.work == placement.CPU.masked_score * scores
     assert fast.after == slow.after
+
+
+class Scored(nn.Module):
+    """DIN's attention, whose mask hides events."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, history, length, item):
+        q = item[:, None].expand_as(history)
+        scores = self.mlp(torch.cat([q, history, q - history, q * history], -1))
+        mask = torch.arange(20) < length[:, None]
+        return (scores * mask[..., None] * history).sum(1)
+
+
+def test_keys_that_the_example_hides_are_not_counted():
+    reports = []
+    for length in (20, 5):
+        example = torch.randn(8, 20, 16), torch.full((8,), length), torch.randn(8, 16)
+        fused = fuse_broadcasts(
+            Scored().eval(), example, request_only=["history", "length"], max_batch=(8, 1000)
+        )
+        reports.append(fused.report)
+    before, after = ({x.before.flops for x in reports}, [x.after.flops for x in reports])
+    pairs = 1000 * 20 * 2 * (16 * 32 + 32)  # of q ∘ k and of the second layer
+    assert len(before) == 1 and after == [pairs, pairs * 5 / 20]
+    assert reports[1].gain > 2 * reports[0].gain
+
+
+def test_columns_of_a_single_field_are_parts():
+    """As of models that keep a dimension for fields."""
+
+    def function(user, item, layer):
+        return layer(torch.cat([user, item], 2).flatten(1))
+
+    fused = fused_for(function, (1, 512), (1, 32), (544, 64), dtype=torch.float32)
+    assert len(called(fused, aten.linear.default)) == 2
+    user, item, index = torch.randn(3, 1, 512), torch.randn(5, 1, 32), torch.arange(5) % 3
+    weight = fused.get_parameter("layers.0.weight")
+    expected = torch.cat([user[index], item], 2).flatten(1) @ weight.mT
+    found = fused(user, item, candidate_to_user=index)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, parts", [(torch.float32, 1), (torch.bfloat16, 2)])
+def test_a_gemm_of_few_rows_takes_as_long_as_a_tile_on_a_gpu(gpu_costs, dtype, parts):
+    """In float32, where that was measured: a product is not split if it is no larger."""
+
+    def function(user, item, layer):
+        return layer(torch.cat([user, item], 1))
+
+    fused = fused_for(function, (8192,), (512,), (8704, 512), dtype=dtype)
+    assert len(called(fused, aten.linear.default)) == parts
+
+
+def test_products_without_elements_have_costs():
+    costs = costs_of(lambda x, y: (x @ y, y @ x), (3, 0), (0, 3))
+    assert all(cost.work >= 0 for cost in costs)

@@ -53,7 +53,7 @@ def tower():
     model = Tower().double().eval()
     example = torch.randn(64, 32).double(), torch.randn(64, 32).double()
     # of a processor where the model itself is as good wherever the head is whole
-    slow = dataclasses.replace(placement.CPU, flops=3.75, kernel=60e3, vector=1)
+    slow = dataclasses.replace(placement.CPU, flops=3.75, kernel=60e3, view=0, vector=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement, "CPU", slow)
         fused = fuse_broadcasts(model, example, request_only=["user"], max_batch=LIMITS)
