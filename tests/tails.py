@@ -224,7 +224,9 @@ LAYERS = {  # name → (head dim, options) → layer, layer → call, inputs, re
         *ON_ROWS,
     ),
     "JaggedEncoderLayer-queries": (
-        lambda dim, **to: jm.JaggedEncoderLayer(2 * dim, HEADS, 24, norm_first="queries", **to),
+        lambda dim, **to: jm.JaggedEncoderLayer(
+            2 * dim, HEADS, 24, norm_first="queries", activation="gelu", **to
+        ),
         _on_rows,
         *ON_ROWS,
     ),

@@ -346,7 +346,7 @@ LAYERS = {
         _on_rows,
     ),
     "JaggedEncoderLayer": (
-        lambda device: jm.JaggedEncoderLayer(WIDTH, HEADS, 40, device=device),
+        lambda device: jm.JaggedEncoderLayer(WIDTH, HEADS, 40, activation="gelu", device=device),
         _rows_inputs,
         _on_rows,
     ),
