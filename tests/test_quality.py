@@ -66,6 +66,12 @@ def rows_of_record(data: str, earlier: bool = True) -> dict[str, list[list[float
     return rows
 
 
+def of_recbole() -> list[list[float]]:
+    seeds = [seed["test"] for seed in read("recbole")["trained"]["seeds"]]
+    values = [[seed[x] for seed in seeds] for x in METRICS]
+    return [[mean(x), *([stdev(x)] if len(x) > 1 else [])] for x in values]
+
+
 def todays_hstu(data: str) -> list[list[float]]:
     rows = rows_of_record(data, earlier=False)
     (row,) = (values for name, values in rows.items() if name.startswith("HSTU"))
@@ -85,6 +91,7 @@ def test_a_row_has_the_metrics_of_its_runs(title):
     today = rows_of_record(TABLES[title], earlier=False)
     known["HSTU, today's defaults"] = todays_hstu(TABLES[title])
     known["SASRec, today's defaults, one seed"] = today.get("SASRec", [])
+    known["SASRec of RecBole"] = of_recbole()
     lines = table.splitlines()[2:]
     assert len(lines) >= 2
     for line in lines:
@@ -190,6 +197,28 @@ def test_claims_about_standard_errors():
     assert abs(standard_errors(own, other, users_of("MovieLens-100k"))) < 2
 
 
+def test_claims_about_recbole():
+    """Its epochs, and how far the HR@10 of HSTU and of our SASRec is from its."""
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    seeds = read("recbole")["trained"]["seeds"]
+    epochs = sorted({seed["epochs"] for seed in seeds})
+    (stated,) = re.findall(r"It took ([\d to]+) epochs(, where)?", text)
+    ends = [seed["epochs"] == 300 or seed["epochs"] - seed["best_epoch"] >= 11 for seed in seeds]
+    assert stated[0].split(" to ") == [f"{x}" for x in (epochs[0], epochs[-1])[: len(epochs)]]
+    assert all(ends) == (not stated[1])
+    (claims,) = re.findall(
+        r"HSTU's is ([\d.]+) standard errors (above|below) and our SASRec's ([\d.]+) (above|below)",
+        text.replace("\n", " "),
+    )
+    its = [seed["test"]["hr@10"] for seed in seeds]
+    for place, sasrec in enumerate((False, True)):
+        own = seeds_of_hstu("MovieLens-100k", sasrec)
+        errors = standard_errors(own, its, users_of("MovieLens-100k"))
+        assert claims[2 * place] == f"{abs(errors):.1f}"
+        assert (claims[2 * place + 1] == "above") == (errors >= 0)
+        assert abs(errors) < 2 or "the three are not told apart" not in text
+
+
 def test_todays_defaults_have_the_metrics_of_their_runs():
     text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| HSTU \| HR@10.*?(?=\n\n)", text, re.DOTALL | re.MULTILINE)
@@ -203,7 +232,7 @@ def test_todays_defaults_have_the_metrics_of_their_runs():
 
 @pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
 def test_metrics_of_the_text_are_those_of_a_record(page):
-    known = []
+    known = [value for values in of_recbole() for value in values]
     of_defaults = [rows_of_record(data, earlier=False) for data in DEFAULTS.values()]
     for rows in (*map(rows_of_record, TABLES.values()), *of_defaults, PUBLISHED):
         known += [value for metrics in rows.values() for values in metrics for value in values]
