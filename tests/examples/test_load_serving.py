@@ -1,11 +1,14 @@
 """The load generator: arrivals, users, statistics of a run, the knee, and the program."""
 
 import asyncio
+import gc
 import json
 import shutil
 import threading
 import time
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +22,7 @@ import load_serving
 from load_generator import InProcess, OverHTTP, Workload, drive
 from load_serving import Result, format_knees, knee, load_results, save_results
 from serving_app import Service, ServiceLimits
-from serving_batcher import Limits, Overloaded
+from serving_batcher import Limits, Overloaded, Waiting
 
 from .serving import ranker_of
 
@@ -134,6 +137,27 @@ def test_the_queue_is_driven_at_the_planned_times(ranker, monkeypatch):
     assert statuses == [200, 200, 200, 429, 429, 200] and len(times) == 4
     assert seconds[1] >= 0.09 and seconds[2] >= 0.13
     assert times[3] - begin >= 0.3
+
+
+def test_only_requests_that_wait_are_kept():
+    """Each is answered at once: none lives when the next comes, without a garbage collection."""
+    alive, found = [], []
+
+    class Batcher:
+        def submit(self, request, deadline):
+            found.append(sum(x() is not None for x in alive))
+            waiting = Waiting(request, deadline)
+            waiting.future.set_result(1)
+            alive.append(weakref.ref(waiting))
+            return waiting
+
+    service = SimpleNamespace(batcher=Batcher(), limits=SimpleNamespace(deadline=PATIENCE))
+    gc.disable()
+    try:
+        statuses, _ = InProcess(service).drive([None] * 9, np.zeros(9))
+    finally:
+        gc.enable()
+    assert statuses == [200] * 9 and max(found) <= 1
 
 
 def test_the_knee():
