@@ -174,10 +174,11 @@ def markdown(record: dict, pictures: Iterable[str]) -> str:
         "| benchmark | begun | commit | command | seconds | |",
         "|---|---|---|---|---|---|",
     ]
+    old = outdated(record)
     for run in record["runs"]:
         environment = run["environment"]
         command = environment["command"].replace("|", r"\|")  # which would end the cell
-        begun = environment["date"] + (" †" if identity(run) in outdated(record) else "")
+        begun = environment["date"] + (" †" if identity(run) in old else "")
         commit = environment.get("commit", "not noted")
         cells = [run["op"], begun, commit, f"`{command}`", report.number(run["seconds"])]
         lines.append(f"| {' | '.join([*cells, '' if run['complete'] else 'did not finish'])} |")
