@@ -134,8 +134,6 @@ class Ranker(ABC):
         max_bytes, page_rows, cache_dtype = cache
         if page_rows is None:
             page_rows = PAGE_ROWS.get(self.device.type, 128)
-        # attention reads such pages where they are, and an append may score too, in one step
-        self.appends_and_scores = page_rows % 128 == 0 and page_rows.bit_count() == 1
         self.run: Any = jm.graphed(self.step, **GRAPHS) if graphs else self.step
         self.cache: jm.PagedHistoryCache | None = None
         if max_bytes:
@@ -224,6 +222,11 @@ class Ranker(ABC):
         if self.store is not None:
             self.store.forget(str(self.histories.users[user]))
         self.replace_events(user, NONE)
+
+    @property
+    def _encodes_and_scores(self) -> bool:
+        """Whether one step encodes and scores: rows are read where it writes them."""
+        return self.cache is None or self.cache.reads_pages
 
     @property
     def captures(self) -> int:
@@ -408,7 +411,7 @@ class RankingRanker(Ranker):
         fresh = self._users_to_encode(requests)
         with self.stages("lookup"):
             ids, users = self._ids(requests), [request.user for request in requests]
-            joint = self.cache is None or self.appends_and_scores
+            joint = self._encodes_and_scores
             encoded = requests if joint else [x for x in requests if x.user in fresh]
             events = self._events(encoded, fresh) if fresh else {}
         if self.cache is None:
@@ -561,7 +564,7 @@ class SequenceRanker(Ranker):
         with self.stages("lookup"):
             users = [request.user for request in requests]
             begins, events = self._to_encode(requests)
-            joint = self.cache is None or self.appends_and_scores
+            joint = self._encodes_and_scores
             encoded = users if joint else list(events)
             ids = _positioned(encoded, begins, events) if events else None
             targets, counts = _targets(requests)

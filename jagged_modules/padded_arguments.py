@@ -41,9 +41,9 @@ class Buckets(NamedTuple):
     capacities: tuple[int, ...] | None = None
     rows: Mapping[str, tuple[int, ...]] = {}
 
-    def of(self, size: int, role: str | None = None) -> tuple[int, int] | None:
+    def of(self, size: int, argument: str | None = None) -> tuple[int, int] | None:
         """The smallest size of this size's bucket, and its capacity. None above all capacities."""
-        capacities = self.capacities if role is None else self.rows[role]
+        capacities = self.capacities if argument is None else self.rows[argument]
         if capacities is None:
             capacity, unit = bucket_of(size, self.steps, UNIT)
             return (0 if capacity == unit else capacity - unit + 1), capacity
@@ -156,9 +156,8 @@ def _cdiv(x: int, y: int) -> int:
 
 class Arguments:
     """The tensors of a call's arguments, and a hashable description of everything else, `spec`,
-    from which `build` makes arguments. capacities: of their sizes, by the caller.
-
-    roles: the arguments whose rows have capacities of their own."""
+    from which `build` makes arguments. capacities: of their sizes, by the caller. named_rows: the
+    arguments whose rows have capacities of their own."""
 
     capacities: Sequence[Capacities]
 
@@ -168,7 +167,7 @@ class Arguments:
         kwargs: dict[str, Any],
         names: Sequence[str],
         offsets: Mapping[str, str],
-        roles: Collection[str] = (),
+        named_rows: Collection[str] = (),
     ) -> None:
         named = {
             names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)
@@ -182,10 +181,10 @@ class Arguments:
             if named.get(name) is not None
         }
         self._unknown: list[tuple[int, CandidateIndex]] = []
-        self._roles, self._role = roles, None
+        self._named_rows, self._argument = named_rows, None
         parts = list[tuple[str, tuple[Any, ...]]]()
         for name, x in named.items():
-            self._role = name if name in roles else None
+            self._argument = name if name in named_rows else None
             parts.append((name, self._flatten(name, x)))
         self.spec = len(args), tuple(parts)
         for place, index in self._unknown:
@@ -308,12 +307,12 @@ class Arguments:
                 sized = x.dim() and kind != STORAGE
                 size = x.shape[0] - (kind == OFFSETS) if sized else -1
             keys: tuple[int | str, int | str] = size, rows
-            if self._role is not None and kind in (OFFSETS, TABLE):
-                keys = size, self._role
-            elif kind == ROOM and EVENTS in self._roles:  # the rows of the events are written there
+            if self._argument is not None and kind in (OFFSETS, TABLE):
+                keys = size, self._argument
+            elif kind == ROOM and EVENTS in self._named_rows:  # where the events are written
                 keys = EVENTS, rows
-            elif self._role is not None and size >= 0:
-                keys = self._role, rows
+            elif self._argument is not None and size >= 0:
+                keys = self._argument, rows
             self.leaves.append(Leaf(name, kind, x, size, rows, number, keys))
         return place
 

@@ -295,6 +295,10 @@ def test_steps_of_the_examples():
     ]
 
 
+def number(x: float | None) -> str:
+    return "–" if x is None else f"{x:.3g}".removeprefix("0")
+
+
 def test_layers_beside_their_floors():
     """Each row of the table is that of the record; the share is its floor over its time."""
     rows = {(row["case"], row["implementation"]): row for row in read(H200)["rows"]}
@@ -307,7 +311,7 @@ def test_layers_beside_their_floors():
         floor, node, compiled, user = (row and row["forward_backward_ms"] for row in found)
         times = [floor, node, floor / node, compiled, user]
         memory = [row and row["forward_backward_peak_bytes"] / 2**20 for row in found[1::2]]
-        expected = ["–" if x is None else f"{x:.3g}".removeprefix("0") for x in times]
+        expected = [number(x) for x in times]
         expected += ["–" if x is None else f"{x:,.0f}" for x in memory]
         assert cells.split(" | ") == expected, layer
 
@@ -316,8 +320,7 @@ def test_biases_beside_flex_attention():
     """ms forward / forward + backward, of softmax over full segments."""
     rows = {
         (row["case"], row["implementation"]): [
-            f"{row[part]:.3g}".removeprefix("0") if row.get(part) else "–"
-            for part in ("forward_ms", "forward_backward_ms")
+            number(row.get(part)) for part in ("forward_ms", "forward_backward_ms")
         ]
         for row in read(H200)["rows"]
         if row["op"] == "bias" and row["table"].startswith("softmax")
@@ -344,7 +347,7 @@ def test_dins_table():
             row = rows[case, name]
             times = [row["forward_ms"], row["forward_backward_ms"]]
             memory = f"{row['forward_backward_peak_bytes'] / 1e6:,.0f}"
-            assert cell == ", ".join([*(f"{x:.3g}".removeprefix("0") for x in times), memory])
+            assert cell == ", ".join([*map(number, times), memory])
 
 
 def test_free_running_steps():

@@ -165,8 +165,7 @@ class _ActivatedLinear(torch.autograd.Function):
             z = nnf.linear(x, weight, bias)
             y = triton_activation(z, activation)
         y = with_zero_tail(y, end)
-        # ReLU's derivative follows from its result: z does not live until the backward
-        ctx.save_for_backward(x, weight, bias, y if activation == "relu" else z, end)
+        ctx.save_for_backward(x, weight, bias, y if keeps_result(activation) else z, end)
         ctx.activation = activation
         return y
 
@@ -189,6 +188,12 @@ class _ActivatedLinear(torch.autograd.Function):
             None,
             None,
         )
+
+
+def keeps_result(activation: str) -> bool:
+    """Whether the backward of an activation of rows reads its result: no z lives until then. ReLU's
+    derivative follows from it."""
+    return activation == "relu"
 
 
 def relu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

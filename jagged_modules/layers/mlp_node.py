@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..functional.linear import relu_linear
+from ..functional.linear import keeps_result, relu_linear
 from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import cleared, with_zero_tail
 from .one_node import (
@@ -51,11 +51,6 @@ class MLPCall(NamedTuple):
 def kernels_activation(name: str) -> tuple[str, bool]:
     """`activation` and `gated` for an activation of rows."""
     return ("silu", True) if name == "swiglu" else (name, False)
-
-
-def keeps_result(activation: str) -> bool:
-    """Whether the backward reads the activation's result in place of z."""
-    return activation == "relu"
 
 
 def mlp_node(layer: JaggedMLP, x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tensor:

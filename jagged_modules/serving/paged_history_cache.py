@@ -253,14 +253,14 @@ class PagedHistoryCache:
         with self._writer:
             if (
                 self.layer.append_reads_cache
-                and self._reads_pages()
+                and self.reads_pages
                 and getattr(self.layer, "append_writes_pages", False)
             ):
                 return self._append_in_pages(users, events, others)
             check_users(users, Jagged.wrap(events, name="events").num_segments, "events")
             if self.layer.append_reads_cache:
                 cached = self._select(
-                    users, self._reads_pages() and self.layer.max_cached_rows is None
+                    users, self.reads_pages and self.layer.max_cached_rows is None
                 )
             else:
                 cached = self._empty(users)
@@ -316,7 +316,7 @@ class PagedHistoryCache:
             KeyError: a user is not cached with the layer's present weights.
             TypeError: users are no list or tuple.
         """
-        return self._select(users, self._reads_pages())
+        return self._select(users, self.reads_pages)
 
     def evict(self, users: Iterable[Hashable]) -> None:
         """Forget users. Those that are not cached are ignored.
@@ -336,11 +336,12 @@ class PagedHistoryCache:
             for user in list(self._table.users):
                 self._table.drop(user)
 
-    # -- inside ------------------------------------------------------------------------------------
-
-    def _reads_pages(self) -> bool:
-        """Whether attention can read the pages."""
+    @property
+    def reads_pages(self) -> bool:
+        """Whether attention can read the pages where they are."""
         return self.page_rows >= SMALLEST_PAGE and self.page_rows.bit_count() == 1
+
+    # -- inside ------------------------------------------------------------------------------------
 
     def _select(self, users: Sequence[Hashable], in_pages: bool) -> HistoryCache:
         """The rows of users, if wanted in pages: unless a history begins within a page."""

@@ -116,6 +116,10 @@ class Cost:
         )
 
 
+def _processor(value: torch.Tensor) -> Processor:
+    return CPU if value.device.type == "cpu" else GPU
+
+
 class Costs:
     """Costs of the values of a graph. analysis: of the graph. estimate: the value of a size."""
 
@@ -136,7 +140,7 @@ class Costs:
         copied by themselves. computed: elements on which the node's operator computes. scores: of
         an attention."""
         value = flat(node.meta["val"])[0]
-        processor = CPU if value.device.type == "cpu" else GPU
+        processor = _processor(value)
         rate = processor.flops_16_bit if value.element_size() == 2 else processor.flops
         work = max(bytes, one_by_one * processor.element) + max(bytes - processor.cache, 0)
         work += flops * self._whole_vectors(node, processor) / rate
@@ -156,7 +160,7 @@ class Costs:
     def of_rows(self, node: fx.Node, share: float) -> float:
         """The share of a product's time that a product of a share of its rows takes."""
         value = node.meta["val"]
-        processor = CPU if value.device.type == "cpu" else GPU
+        processor = _processor(value)
         least = processor.wave if value.element_size() == 4 else 0
         return max(share, least / max(self.elements(value), 1))
 
@@ -266,7 +270,7 @@ class Costs:
         return sum(map(self._more_in_fast_path, fast), sum(costs, Cost()))
 
     def _more_in_fast_path(self, attention: fx.Node) -> Cost:
-        processor = CPU if attention.meta["val"].device.type == "cpu" else GPU
+        processor = _processor(attention.meta["val"])
         return Cost(work=self._scores(attention) * processor.masked_score)
 
     def _operator(self, node: fx.Node, share: Callable[[fx.Node], float]) -> Cost:
@@ -279,7 +283,7 @@ class Costs:
             copies = node.target in TO_SHAPE and not expanded and self._needs_copy(operand, node)
             if copies:
                 return self.of(node, 0, 2 * self.bytes(node) * share(node))
-            return Cost(starts=CPU.view if operand.device.type == "cpu" else GPU.view)
+            return Cost(starts=_processor(operand).view)
         if node.target in LOOKUPS:  # reads as much as it writes, not the whole table
             given = first_of(node.meta["val"])
             indices = list(filter(is_tensor, flat(positional(node)[1])))
@@ -305,7 +309,7 @@ class Costs:
     def _is_short(self, node: fx.Node) -> bool:
         """Whether the node's rows fill no vector."""
         value = node.meta["val"]
-        processor = CPU if value.device.type == "cpu" else GPU
+        processor = _processor(value)
         columns = self.estimate(shape_of(value)[-1]) if value.dim() else 1
         return columns * value.element_size() < processor.vector
 
