@@ -17,6 +17,7 @@ class NewEvents(NamedTuple):
 
 
 NONE = NewEvents(np.zeros(0, np.int64), np.zeros(0, np.int64))
+_NO_ROOM = np.empty((2, 0), np.int64), 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Histories:
             [[0], np.bincount(log.user[kept], minlength=log.num_users + 1).cumsum()]
         )
         self._added: dict[int, NewEvents] = {}
+        # [2, capacity], whose columns before the number have all events that were added last
+        self._room: dict[int, tuple[np.ndarray, int]] = {}
 
     def length(self, user: int) -> int:
         rows = self._rows(user)
@@ -71,16 +74,30 @@ class Histories:
 
     def add(self, user: int, events: NewEvents, keep: int) -> None:
         """Add a user's events. Of all that were added, the last `keep` remain."""
-        if len(events.item):
-            self._added[user] = _last(joined(self._added.get(user, NONE), events), keep)
+        count = len(events.item)
+        if not count:
+            return
+        known, (room, end) = self._added.get(user, NONE), self._room.get(user, _NO_ROOM)
+        size = len(known.item)
+        if end + count > room.shape[1]:  # views of the old columns stay as they are
+            room = np.empty((2, 2 * (size + count) + 6), np.int64)
+            room[:, :size] = known
+            end = size
+        begin, end = end - size, end + count
+        room[0, end - count : end], room[1, end - count : end] = events
+        begin = max(begin, end - keep)
+        self._added[user] = NewEvents(room[0, begin:end], room[1, begin:end])
+        self._room[user] = room, end
 
     def forget(self) -> None:
         """Forget the events of all requests."""
         self._added.clear()
+        self._room.clear()
 
     def replace(self, user: int, events: NewEvents) -> None:
         """Replace the events that were added."""
         self._added[user] = events
+        self._room.pop(user, None)
 
     def take_last(self) -> dict[int, NewEvents]:
         """Take each user's last event of the log out of the histories. Users without one have no
@@ -115,7 +132,9 @@ class Histories:
 
 
 def _last(events: NewEvents, count: int) -> NewEvents:
-    return NewEvents(*(column[max(0, len(column) - count) :] for column in events))
+    if len(events.item) <= count:
+        return events
+    return NewEvents(events.item[len(events.item) - count :], events.rating[len(events.item) - count :])
 
 
 def joined(*events: NewEvents) -> NewEvents:

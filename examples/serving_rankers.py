@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from checkpoints import Weights
 from published_ids import Vocabulary
-from ranking_data import RankingDataset, ages, ranges
+from ranking_data import RankingDataset, ages
 from ranking_model import PaddedTargetAttention, RankingModel
 from sequence_model import SequenceModel
 from serving_events import EventStore, StoredEvent
@@ -129,6 +129,7 @@ class Ranker(ABC):
             held_out,
         )
         self.settings, self.vocabulary, self.dtype = settings, vocabulary, dtype
+        self._nothing = torch.empty(0, self.width, dtype=dtype, device=next(model.parameters()).device)
         dense.to(dtype)
         self.device = next(model.parameters()).device
         max_bytes, page_rows, cache_dtype = cache
@@ -322,9 +323,8 @@ class Ranker(ABC):
         """A history that is encoded anew is appended to an empty one: `put` returns no output, and
         its rows are not written by the pass of the model that makes them."""
         if users:
-            nothing = torch.empty(0, self.width, dtype=self.dtype, device=self.device)
             offsets = torch.zeros(len(users) + 1, dtype=torch.int64)
-            self.cache.put(users, jm.Jagged.unchecked(nothing, offsets, None))
+            self.cache.put(users, jm.Jagged.unchecked(self._nothing, offsets, None, Segmentation()))
 
     def _select(self, users: list[int]) -> jm.HistoryCache:
         """The cached rows. CacheFull if writes for some users of this batch evicted others of
@@ -337,9 +337,11 @@ class Ranker(ABC):
             ) from error
 
 
-def _merged(requests: Sequence[Request]) -> list[Request]:
+def _merged(requests: Sequence[Request]) -> Sequence[Request]:
     """One request for each user, with the candidates of the user's adjacent requests and the events
     of the first."""
+    if len({x.user for x in requests}) == len(requests):  # most batches
+        return requests
     groups = [
         list(group) for _, group in itertools.groupby(requests, key=lambda request: request.user)
     ]
@@ -351,7 +353,8 @@ def _merged(requests: Sequence[Request]) -> list[Request]:
 
 def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, list[int]]:
     """Candidates of all requests, and their numbers."""
-    return np.concatenate([x.candidates for x in requests]), [len(x.candidates) for x in requests]
+    candidates = [x.candidates for x in requests]
+    return np.concatenate(candidates), [*map(len, candidates)]
 
 
 def _jagged(columns: Sequence[np.ndarray] | np.ndarray, lengths: Sequence[int]) -> jm.Jagged:
@@ -378,9 +381,9 @@ class RankingRanker(Ranker):
         self.users = FeatureTable(dataset.user_features, dataset.log.num_users)
         self.items = FeatureTable(dataset.log.item_features, dataset.log.num_items)
         self.step = RankingStep(model, dtype, (self.users.widths, self.items.widths))
+        self.width = model.sequences.embeddings["item"].weight.shape[1]
         super().__init__(model, model.head, dtype=dtype, graphs=graphs, **options)
         model.head.over.float()
-        self.width = model.sequences.embeddings["item"].weight.shape[1]
         self.dataset, self.ratings = dataset, dataset.ratings.tolist()
         interaction = model.head.interaction
         self._pads = graphs and isinstance(interaction, PaddedTargetAttention)
@@ -487,7 +490,7 @@ class RankingRanker(Ranker):
 
 
 class UserRows:
-    """Which row of a tensor each user has. No user, None, has row 0, to which padding is written.
+    """Which row of a tensor each user has. No user has row 0, to which padding is written.
 
     grow: gives the tensor so many rows.
     """
@@ -514,10 +517,9 @@ class UserRows:
         for user in new:
             self._row[user] = self._free.pop()
 
-    def of(self, users: Iterable[int | None]) -> torch.Tensor:
+    def of(self, users: Iterable[int]) -> torch.Tensor:
         """int64 [users] on the host, the users' rows."""
-        rows = [0 if user is None else self._row[user] for user in users]
-        return torch.from_numpy(np.array(rows, dtype=np.int64))
+        return torch.from_numpy(np.array([self._row[user] for user in users], dtype=np.int64))
 
     def keep(self, users: Container[int]) -> None:
         """Drop the rows of all other users."""
@@ -533,11 +535,16 @@ def _positioned(
     users: Sequence[int], begins: dict[int, int], events: dict[int, list[NewEvents]]
 ) -> jm.Jagged:
     """The items of the users' events, which not all have, and their positions from `begins` on."""
-    lengths = {user: _length(parts) for user, parts in events.items()}
-    begin = np.array([begins[user] for user in events])
-    position, _ = ranges(begin, begin + [*lengths.values()])
+    counts, shifts, end = [*map(_length, events.values())], [], 0
+    for user, count in zip(events, counts, strict=True):
+        shifts.append(begins[user] - end)
+        end += count
+    values = np.empty((end, 2), np.int64)
     items = [part.item for parts in events.values() for part in parts]
-    return _jagged([np.concatenate(items), position], [lengths.get(user, 0) for user in users])
+    np.concatenate(items, out=values[:, 0])
+    np.add(np.arange(end), np.repeat(shifts, counts), out=values[:, 1])
+    lengths = dict(zip(events, counts, strict=True))
+    return _jagged(values, [lengths.get(user, 0) for user in users])
 
 
 class SequenceRanker(Ranker):
@@ -548,8 +555,8 @@ class SequenceRanker(Ranker):
 
     def __init__(self, model: SequenceModel, dtype: torch.dtype = torch.float32, **options: Any):
         self.step = SequenceStep(model, dtype)
-        super().__init__(model, model.encoder.encoder, dtype=dtype, **options)
         self.width = model.encoder.norm.normalized_shape[0]
+        super().__init__(model, model.encoder.encoder, dtype=dtype, **options)
         # of `step.encoded`, for cached users
         rows = 1 if self.cache is None else min(self.histories.num_users, FIRST_ROWS) + 64
         self._encoded = UserRows(self.step.grow, rows)
@@ -577,11 +584,10 @@ class SequenceRanker(Ranker):
                 self._encoded.keep(set(self.cache.users()))
             if events:
                 self._encoded.assign(events)
-                written = self._encoded.of(x if x in events else None for x in encoded)
+                rows = self._encoded.of(encoded)
                 if joint:
-                    others = dict(targets=candidates, rows=self._encoded.of(users))
-                    return self.cache.append(users, ids, written=written, **others)
-                self.cache.append(encoded, ids, written=written)
+                    return self.cache.append(users, ids, rows=rows, targets=candidates)
+                self.cache.append(encoded, ids, rows=rows)
         return self.run(targets=candidates, rows=self._encoded.of(users))
 
     def _to_encode(

@@ -154,7 +154,7 @@ class RankingStep(Step):
         # the parts of models with a cache leave the users' vectors as they are
         interest = head.interaction.score(targets, kept).values
         logits = head.logits(x, x.users, targets.values, interest)
-        return (logits, jm.HistoryCache(())) if appends else logits
+        return (logits, None) if appends else logits
 
     def _look_up(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         return functional.embedding(ids[:, 0], self.model.sequences.embeddings[table].weight)
@@ -208,7 +208,6 @@ class SequenceStep(Step):
         self,
         events: jm.Jagged | None = None,
         kept: jm.HistoryCache | None = None,
-        written: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
         targets: jm.Jagged | None = None,
     ) -> Any:
@@ -218,9 +217,9 @@ class SequenceStep(Step):
             events: [N, 2], item and position in the window; without `kept`, no segment is empty.
             kept: the cached histories that the events follow. The result is then a pair as of a
                 layer's `append`: the scores, if there are targets, and the events' keys and values,
-                without those that are written into the room of `kept`.
-            written: rows of `encoded`, to which the last outputs of the events' users are written.
-            rows: of `encoded`, of the targets' users.
+                None if they are written into the room of `kept`.
+            rows: of `encoded`, of the users. With `kept`, the last output of those with events is
+                written there.
             targets: [C, 1], items.
         """
         encoder, embedded, added = self.model.encoder, {}, None
@@ -232,9 +231,10 @@ class SequenceStep(Step):
                 encoded = last_rows(encoder.encoder(inputs))
             else:
                 outputs, added = encoder.encoder.append(inputs, kept)
+                written = rows.masked_fill(events.offsets.diff() == 0, 0)
                 self.encoded.index_copy_(0, written, last_rows(outputs))
                 if getattr(kept.layers[0], "room", None) is not None:
-                    added = jm.HistoryCache(())
+                    added = None
                 if targets is None:
                     return None, added
         if rows is not None:

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,14 @@ from .captured_step import RUNNERS, Call, Step
 from .padded_arguments import STORAGE, Arguments, Buckets, capacities_of, check_values
 from .scalars import check_kind, check_size
 from .settings import backward_workspace, batch_invariant, debug_checks
-from .submodules import submodules
+from .submodules import Members
 from .tracing import call_through, one_module
 from .validation import transforms_are_active
 
 M = TypeVar("M", bound=nn.Module)
-_DTYPE, _IS_TRAINED = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
+_DTYPE, _IS_TRAINED, _IS_TRAINING = map(
+    operator.attrgetter, ("dtype", "requires_grad", "training")
+)
 REPLAYED = "score", "append"  # of a layer with these methods; `cache` may wait for the device
 
 
@@ -166,6 +168,7 @@ class _Graphed(nn.Module):
 
     takes_host_tables = True  # see `CachingLayer`
     _last: weakref.ref[Call] | None
+    _members: Members | None
 
     def __init__(
         self,
@@ -191,7 +194,13 @@ class _Graphed(nn.Module):
     def _empty() -> dict[str, Any]:
         """The state that copies do not get. _last: a weak reference to the last call that has a
         backward."""
-        return dict(_steps=OrderedDict[Any, Step](), _last=None, captures=0, _warned=set[str]())
+        return dict(
+            _steps=OrderedDict[Any, Step](),
+            _last=None,
+            captures=0,
+            _warned=set[str](),
+            _members=None,
+        )
 
     @one_module
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,13 +212,17 @@ class _Graphed(nn.Module):
         inner = self._inner
         if torch.compiler.is_compiling() or transforms_are_active() or debug_checks.current():
             return inner(*args, **kwargs)
-        state = _state(inner)
-        if state is None:  # torch.func.functional_call replaces the parameters
+        if self._members is None:
+            self._members = Members(inner)
+        members = self._members.refresh()
+        parameters = members.parameters
+        if Tensor in map(type, parameters):  # torch.func.functional_call replaces them
             return inner(*args, **kwargs)
         arguments = Arguments(args, kwargs, names, self._offsets, self._buckets.rows)
         device = arguments.device
         if device is None or device.type == "cpu":
-            device = state.device or device
+            own = parameters or members.buffers
+            device = own[0].device if own else device
         if device is None or device.type not in RUNNERS or not arguments.leaves:
             return inner(*args, **kwargs)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -232,9 +245,10 @@ class _Graphed(nn.Module):
 
         arguments.capacities = capacities
         trained = torch.is_grad_enabled() and (
-            state.trained or any(leaf.tensor.requires_grad for leaf in arguments.leaves)
+            any(map(_IS_TRAINED, parameters))
+            or any(leaf.tensor.requires_grad for leaf in arguments.leaves)
         )
-        key = self._key(arguments, device, trained, state.parts)
+        key = self._key(arguments, device, trained, _state(members))
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = self._capture(arguments, device, trained)
@@ -332,34 +346,15 @@ class _Graphed(nn.Module):
         return self._inner.extra_repr()
 
 
-class _State(NamedTuple):
-    """What the graphs of a module depend on. parts: its modes, and where its parameters and buffers
-    are. trained: some parameter is. device: that of the first parameter or buffer."""
-
-    parts: tuple[Any, ...]
-    trained: bool
-    device: torch.device | None
-
-
-def _state(module: nn.Module) -> _State | None:
-    """The state of the module. None if its parameters are not its own. Runs in each call."""
-    modules = submodules(module)
-    of_parts = [[x.__dict__[kind] for x in modules] for kind in ("_parameters", "_buffers")]
-    parameters, buffers = (
-        [x for part in parts for x in part.values() if x is not None] for parts in of_parts
-    )
-    if Tensor in map(type, parameters):
-        return None
-    tensors, trained = parameters + buffers, [*map(_IS_TRAINED, parameters)]
-    parts = (
-        *[x.training for x in modules],
-        *map(len, of_parts[0]),
-        *map(len, of_parts[1]),
-        # None too: a parameter may have moved to another module
-        *[id(x) for parts in of_parts for part in parts for x in part.values()],
+def _state(members: Members) -> tuple[Any, ...]:
+    """What the graphs of a module depend on: its modes, and where its parameters and buffers are.
+    Runs in each call."""
+    tensors = members.parameters + members.buffers
+    return (
+        members.ids,
+        *map(_IS_TRAINING, members.modules),
         *map(Tensor.data_ptr, tensors),
         *map(_DTYPE, tensors),
-        *trained,
-        *[x.shape for x in buffers],  # of a table that has grown
+        *map(_IS_TRAINED, members.parameters),
+        *[x.shape for x in members.buffers],  # of a table that has grown
     )
-    return _State(parts, any(trained), tensors[0].device if tensors else None)

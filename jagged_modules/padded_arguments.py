@@ -7,10 +7,10 @@ in segments behind the real ones.
 from __future__ import annotations
 
 import bisect
-import ctypes
 import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
+from ctypes import memmove, memset
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +132,11 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] 
         ]
         if not add(size, max(1, *needs) if needs else 1):
             return None
-    capacities = [Capacities(*[found.get(key, -1) for key in leaf.keys]) for leaf in leaves]
+    made = {
+        keys: Capacities(found.get(keys[0], -1), found.get(keys[1], -1))
+        for keys in {leaf.keys for leaf in leaves}
+    }
+    capacities = [made[leaf.keys] for leaf in leaves]
     # rows whose number is that of other segments were not counted above
     for leaf, both in zip(leaves, capacities):
         if leaf.kind == OFFSETS and leaf.keys[1] == leaf.rows:
@@ -173,6 +177,7 @@ class Arguments:
             names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)
         } | kwargs
         self.leaves: list[Leaf] = []
+        self._devices = set[torch.device]()  # but the host
         # one buffer for a tensor that is given twice: layers compare offsets by identity
         self._places: dict[tuple[int, str], int] = {}
         self._offsets = {
@@ -192,15 +197,18 @@ class Arguments:
             rows = self._candidates(leaf.name, index)
             keys = leaf.keys[0], leaf.keys[1] if isinstance(leaf.keys[1], str) else rows
             self.leaves[place] = leaf._replace(rows=rows, keys=keys)
-        self.sizes = {x for leaf in self.leaves for x in (leaf.size, leaf.rows)}
+
+    @property
+    def sizes(self) -> set[int]:
+        return {x for leaf in self.leaves for x in (leaf.size, leaf.rows)}
 
     @property
     def device(self) -> torch.device | None:
-        devices = {leaf.tensor.device for leaf in self.leaves}
-        others = [device for device in devices if device.type != "cpu"]
-        if len(others) > 1:
-            raise ValueError(f"arguments must be on one device, got {sorted(map(str, others))}")
-        return next(iter(others or devices), None)
+        """That of the arguments that are not on the host; the host, if all are there."""
+        if len(self._devices) > 1:
+            devices = sorted(map(str, self._devices))
+            raise ValueError(f"arguments must be on one device, got {devices}")
+        return next(iter(self._devices or (leaf.tensor.device for leaf in self.leaves)), None)
 
     def _flatten(self, name: str, x: Any) -> tuple[Any, ...]:
         rows, whole = self._offsets.get(name), x
@@ -270,27 +278,20 @@ class Arguments:
 
     def _flatten_pages(self, name: str, x: PagedRows) -> tuple[Any, ...]:
         offsets, pages, scales = x.tables
-        rows, page_rows, room = pages.num_rows, pages.page_rows, None
-        if x.room is not None:
-            spare = x.room.storage.shape[0] - 1
-            room = (
-                self._add(name, ROOM, x.room.rows, number=spare),
-                self._add(name, STORAGE, x.room.storage),
-                self._add_scales(name, x.room.scales),
-            )
+        rows, page_rows, storage, room = pages.num_rows, pages.page_rows, x.storage, None
+        if x.room is not None:  # the storage with the spare row, of which the other one is a part
+            written, storage, scales = x.room
+            room = self._add(name, ROOM, written, number=storage.shape[0] - 1)
         return (
             "pages",
-            self._add(name, STORAGE, x.storage),
+            self._add(name, STORAGE, storage),
             self._add(name, OFFSETS, offsets, rows),
             self._add(name, TABLE, pages.table, rows, offsets.shape[0] - 1, page_rows),
             page_rows,
             room,
-            self._add_scales(name, scales),
+            None if scales is None else self._add(name, STORAGE, scales),
             x.dtype,
         )
-
-    def _add_scales(self, name: str, scales: Tensor | None) -> int | None:
-        return None if scales is None else self._add(name, STORAGE, scales)
 
     def _add(
         self,
@@ -301,19 +302,23 @@ class Arguments:
         size: int | None = None,
         number: int = 0,
     ) -> int:
-        place = self._places.setdefault((id(x), kind), len(self.leaves))
-        if place == len(self.leaves):
-            if size is None:
-                sized = x.dim() and kind != STORAGE
-                size = x.shape[0] - (kind == OFFSETS) if sized else -1
-            keys: tuple[int | str, int | str] = size, rows
-            if self._argument is not None and kind in (OFFSETS, TABLE):
-                keys = size, self._argument
-            elif kind == ROOM and EVENTS in self._named_rows:  # where the events are written
-                keys = EVENTS, rows
-            elif self._argument is not None and size >= 0:
-                keys = self._argument, rows
-            self.leaves.append(Leaf(name, kind, x, size, rows, number, keys))
+        place = self._places.get((id(x), kind))
+        if place is not None:
+            return place
+        place = self._places[id(x), kind] = len(self.leaves)
+        if not x.is_cpu:
+            self._devices.add(x.device)
+        if size is None:
+            sized = kind != STORAGE and x.dim()
+            size = x.shape[0] - (kind == OFFSETS) if sized else -1
+        keys: tuple[int | str, int | str] = size, rows
+        if self._argument is not None and kind in (OFFSETS, TABLE):
+            keys = size, self._argument
+        elif kind == ROOM and EVENTS in self._named_rows:  # where the events are written
+            keys = EVENTS, rows
+        elif self._argument is not None and size >= 0:
+            keys = self._argument, rows
+        self.leaves.append(Leaf(name, kind, x, size, rows, number, keys))
         return place
 
     def _candidates(self, name: str, index: CandidateIndex) -> int:
@@ -372,16 +377,16 @@ def _build(spec: tuple[Any, ...], tensors: Sequence[Any], rows: Sequence[int]) -
         layers, timestamps = (_build(part, tensors, rows) for part in parts[:2])
         return HistoryCache(layers, timestamps, parts[2])
     if kind == "pages":
-        storage, _, table, page_rows, room, scales, dtype = parts
+        place, _, table, page_rows, room, scales, dtype = parts
         offsets: int = parts[1]
-        factors = None if scales is None else tensors[scales]
+        storage, factors = tensors[place], None if scales is None else tensors[scales]
+        written = None if room is None else Room(tensors[room], storage, factors)
+        if written is not None:
+            storage, factors = storage[:-1], None if factors is None else factors[:-1]
         pages = Pages(tensors[table], page_rows, rows[offsets], factors)
         segmentation = segmentation_of(tensors[offsets])
-        x = PagedRows(tensors[storage], tensors[offsets], pages, segmentation, dtype)
-        if room is not None:
-            written, with_spare, scales = room
-            factors = None if scales is None else tensors[scales]
-            x.room = Room(tensors[written], tensors[with_spare], factors)
+        x = PagedRows(storage, tensors[offsets], pages, segmentation, dtype)
+        x.room = written
         return x
     built = [_build(part, tensors, rows) for part in parts[0]]
     return built if kind == "list" else tuple(built)
@@ -414,8 +419,6 @@ class Buffers:
         on_gpu = device.type == "cuda"
         self._on_device = torch.zeros(end, dtype=torch.uint8, device=device)
         self._on_host = torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
-        memory = (ctypes.c_ubyte * end).from_address(self._on_host.data_ptr())
-        self._bytes = memoryview(memory).cast("B") if end else memoryview(b"")
         self._copied = torch.cuda.Event() if on_gpu and end else None
         for leaf, part, both in zip(leaves, self._parts, capacities):
             x = leaf.tensor
@@ -433,14 +436,14 @@ class Buffers:
             self.tensors.append(buffer)
             self._written.append(written)
 
-    @torch.no_grad()
     def pad(self, leaves: Sequence[Leaf], capacities: Sequence[Capacities]) -> None:
         """Copy the leaves' tensors into the buffers, and write the rest of these."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy of the call before
+        address = self._on_host.data_ptr()
         for buffer, leaf, part, both in zip(self._written, leaves, self._parts, capacities):
             if part is not None and leaf.tensor.dtype in _TYPECODES:
-                _pad_integers(self._bytes, *part, leaf, both)
+                _pad_integers(address, *part, leaf, both)
             else:
                 pad(buffer, leaf, both)
         if len(self._on_host):
@@ -451,9 +454,9 @@ class Buffers:
 
 def pad(buffer: Tensor, leaf: Leaf, capacities: Capacities) -> None:
     """Copy the leaf's tensor into the buffer, and write the rest of the buffer."""
-    x, size = leaf.tensor, leaf.size
     if leaf.kind == STORAGE:
         return
+    x, size = leaf.tensor.detach(), leaf.size
     if leaf.kind == SCALAR:
         buffer.copy_(x, non_blocking=True)
     elif leaf.kind == OFFSETS:
@@ -473,27 +476,29 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Capacities) -> None:
 
 
 def _pad_integers(
-    memory: memoryview, begin: int, end: int, leaf: Leaf, capacities: Capacities
+    address: int, begin: int, end: int, leaf: Leaf, capacities: Capacities
 ) -> None:
-    """`pad` of a leaf on the host, in these bytes of the buffers. Each operator of torch would take
-    longer than all of it."""
+    """`pad` of a leaf on the host, to these bytes behind the address. Each operator of torch would
+    take longer than all of it."""
     x, size = leaf.tensor.contiguous(), leaf.size
-    rest = begin + x.nbytes
-    memory[begin:rest] = ctypes.string_at(x.data_ptr(), x.nbytes)
-    if rest == end:
+    written = x.nbytes
+    memmove(address + begin, x.data_ptr(), written)
+    begin += written
+    if begin == end:
         return
     if leaf.kind not in (OFFSETS, ORDER, ROOM):
-        memory[rest:end] = bytes(end - rest)
+        memset(address + begin, 0, end - begin)
         return
-    count = (end - rest) // x.itemsize
-    tail: array[int] = array(_TYPECODES[x.dtype])
+    typecode, count = _TYPECODES[x.dtype], (end - begin) // x.itemsize
     if leaf.kind == OFFSETS:
         step, last = _padding_step(leaf, capacities), capacities.rows
-        tail.extend(range(leaf.rows + step, min(leaf.rows + step * count, last) + 1, step))
-        tail.extend([last] * (count - len(tail)))
+        numbers = range(leaf.rows + step, min(leaf.rows + step * count, last) + 1, step)
+        tail = array(typecode, numbers) + array(typecode, [last]) * (count - len(numbers))
+    elif leaf.kind == ORDER:
+        tail = array(typecode, range(size, size + count))
     else:
-        tail.extend(range(size, size + count) if leaf.kind == ORDER else [leaf.number] * count)
-    memory[rest:end] = tail.tobytes()
+        tail = array(typecode, [leaf.number]) * count
+    memmove(address + begin, tail.buffer_info()[0], end - begin)
 
 
 def check_values(leaf: Leaf, sizes: set[int]) -> None:

@@ -75,7 +75,7 @@ class PagedRows(Jagged):
         cls, storage: Tensor, scales: Tensor | None, tables: HostTables, dtype: torch.dtype
     ) -> PagedRows:
         """Rows whose tables are on the host. scales: as in `Pages`, on the storage's device."""
-        rows = cls.__new__(cls)
+        rows = object.__new__(cls)
         rows.storage, rows.max_seqlen, rows.dtype, rows.host = storage, None, dtype, tables
         rows._scales, rows._container, rows.feature_keys = scales, None, None
         return rows

@@ -20,7 +20,7 @@ from ..containers.jagged import Jagged
 from ..containers.pages import DTYPES_OF_8_BITS
 from ..dtypes import names
 from ..scalars import check_kind, check_size, to_ints
-from ..submodules import submodules
+from ..submodules import Members
 from .pages import CacheFull, PageTable, RowRange, UserPages
 from .storage import RowStorage
 from .users import check_keys, check_sequence, check_users, listed_users
@@ -136,6 +136,7 @@ class PagedHistoryCache:
         check_size("max_bytes", max_bytes)
         check_size("page_rows", page_rows)
         self.layer, self.max_bytes, self.page_rows = layer, max_bytes, page_rows
+        self._members = Members(layer)
         self._version, self._weights = 0, tuple[object, ...]()
         self._storages: list[torch.UntypedStorage] = []
         on_host = getattr(layer, "takes_host_tables", False)
@@ -181,7 +182,8 @@ class PagedHistoryCache:
             weights, known = self._current_weights(), self._table.users
             missing = list[Hashable]()
             for user in users:
-                if user in known and known[user].weights == weights:
+                x = known.get(user)
+                if x is not None and x.weights == weights:
                     known.move_to_end(user)
                 else:
                     missing.append(user)
@@ -279,17 +281,16 @@ class PagedHistoryCache:
         before it attends to them."""
         lengths = _lengths(Jagged.wrap(events, name="events"))
         with self._ordered(copies=False):
-            table = self._check_cached(users)
+            table, known = self._check_cached(users)
             check_users(users, len(lengths), "events")
             self._wait_for_readers()
-            ranges = table.reserve(users, lengths)
+            ranges = table.reserve(users, known, lengths)
         try:
-            known = [table.users[user] for user in users]
-            layers = self._rows.with_room(known, ranges, others.get("timestamps"))
+            layers = self._rows.with_room(known, lengths, ranges, others.get("timestamps"))
             cached = self._rows.history(layers, self.layer.max_cached_rows)
             outputs, _ = self.layer.append(events, cached, **others)
             with self._ordered():
-                table.count(users, lengths)
+                table.count(known, lengths)
                 self._keep_last(table, users)
         except BaseException:
             with self._ordered():
@@ -346,8 +347,9 @@ class PagedHistoryCache:
     def _select(self, users: Sequence[Hashable], in_pages: bool) -> HistoryCache:
         """The rows of users, if wanted in pages: unless a history begins within a page."""
         with self._ordered():
-            table = self._check_cached(users)
-            known = [table.touch(user) for user in users]
+            table, known = self._check_cached(users)
+            for user in users:
+                table.users.move_to_end(user)
             if in_pages and not any(x.first for x in known):
                 return self._pin(table, known)
             ranges = [RowRange(x.pages, x.first, x.length) for x in known]
@@ -370,12 +372,8 @@ class PagedHistoryCache:
     def _current_weights(self) -> int:
         """The version of the layer's parameters and buffers: equal while nobody writes to them or
         replaces them."""
-        layer: Any = self.layer
-        tensors: list[Tensor] = []
-        for part in submodules(layer):
-            for own in (part.__dict__["_parameters"], part.__dict__["_buffers"]):
-                if own:
-                    tensors += [x for x in own.values() if x is not None]
+        members = self._members.refresh()
+        tensors = members.parameters + members.buffers
         try:
             versions = [x._version for x in tensors]
         except RuntimeError:  # those made in inference mode have none
@@ -390,20 +388,20 @@ class PagedHistoryCache:
     def _is_cached(self, user: Hashable, weights: int) -> bool:
         return user in self._table.users and self._table.users[user].weights == weights
 
-    def _check_cached(self, users: Sequence[Hashable]) -> PageTable:
+    def _check_cached(self, users: Sequence[Hashable]) -> tuple[PageTable, list[UserPages]]:
+        """The page table, and the pages of the users, who must be cached."""
         check_sequence(users)
-        weights, known = self._current_weights(), self._table.users
-        for user in users:
-            if user in known and known[user].weights == weights:
-                continue
-            stale = user in known
+        weights, found = self._current_weights(), self._table.users
+        known = [x for user in users if (x := found.get(user)) is not None and x.weights == weights]
+        if len(known) < len(users):
+            user = next(user for user in users if not self._is_cached(user, weights))
             raise KeyError(
-                f"user {user!r} {'was cached with other weights' if stale else 'is not cached'}:"
+                f"user {user!r} {'was cached with other weights' if user in found else 'is not cached'}:"
                 " put the history first"
             )
         if not self._table.num_pages:
             raise KeyError("no user is given, and nothing is cached yet: put a history first")
-        return self._table
+        return self._table, known
 
     def _allocate(self, rows: HistoryCache) -> PageTable:
         """The page table, for a write; the first call allocates it and the pages. ValueError if the

@@ -88,11 +88,6 @@ class PageTable:
                 self._waiting.discard(page)
                 self._freed.append(page)
 
-    def touch(self, user: Hashable) -> UserPages:
-        """The pages of a user, who becomes the most recently used one."""
-        self.users.move_to_end(user)
-        return self.users[user]
-
     def drop(self, user: Hashable) -> None:
         x = self.users.pop(user)
         self._free(x.pages)
@@ -111,32 +106,40 @@ class PageTable:
         return self.extend(users, lengths)
 
     def extend(self, users: Sequence[Hashable], lengths: Sequence[int]) -> list[RowRange]:
-        """Give each user pages for so many more rows. Returns the rows to write."""
-        ranges = self.reserve(users, lengths)
-        self.count(users, lengths)
+        """Give each user pages for so many more rows. Returns the rows to write, of users who have
+        some."""
+        known = [self.users[user] for user in users]
+        ranges = self.reserve(users, known, lengths)
+        self.count(known, lengths)
         return ranges
 
-    def reserve(self, users: Sequence[Hashable], lengths: Sequence[int]) -> list[RowRange]:
-        """`extend`, but the rows do not count until `count`."""
-        known = [self.touch(user) for user in users]
-        ranges = [RowRange(x.pages, x.first + x.length, n) for x, n in zip(known, lengths)]
-        counts = [-(-(x.begin + x.length) // self.page_rows) for x in ranges]
-        pinned = set(self._pins)
-        if pinned:
-            pinned.difference_update(*[x.pages for x in known])
-        self._check(sum(counts), len(users), len(pinned))
-        needs = [(x, n) for x, count in zip(known, counts) if (n := count - len(x.pages)) > 0]
+    def reserve(
+        self, users: Sequence[Hashable], known: Sequence[UserPages], lengths: Sequence[int]
+    ) -> list[RowRange]:
+        """`extend`, but the rows do not count until `count`. known: the pages of the users."""
+        for user in users:
+            self.users.move_to_end(user)
+        ranges = [RowRange(x.pages, x.first + x.length, n) for x, n in zip(known, lengths) if n]
+        needs = [
+            (x.pages, more)
+            for x in ranges
+            if (more := self._pages_of(x.begin + x.length) - len(x.pages)) > 0
+        ]
         if needs:
-            self._make_room(sum(counts) - sum(len(x.pages) for x in known), set(users))
-        for x, count in needs:
-            x.pages.extend([self._take() for _ in range(count)])
+            more, pinned = sum([more for _, more in needs]), set(self._pins)
+            if pinned:
+                pinned.difference_update(*[x.pages for x in known])
+            self._check(sum([len(x.pages) for x in known]) + more, len(users), len(pinned))
+            self._make_room(more, set(users))
+            for pages, more in needs:
+                pages.extend([self._take() for _ in range(more)])
         return ranges
 
-    def count(self, users: Sequence[Hashable], lengths: Sequence[int]) -> None:
-        """The users have so many more rows, for which they have pages."""
-        for user, length in zip(users, lengths):
-            self.users[user].length += length
-            self.num_rows += length
+    def count(self, known: Sequence[UserPages], lengths: Sequence[int]) -> None:
+        """Users with these pages have so many more rows, for which they have pages."""
+        for x, length in zip(known, lengths):
+            x.length += length
+        self.num_rows += sum(lengths)
 
     def trim(self, users: Iterable[Hashable]) -> None:
         """Free the pages after the users' last rows."""

@@ -167,11 +167,15 @@ class RowStorage:
         )
 
     def with_room(
-        self, known: Sequence[UserPages], ranges: Sequence[RowRange], new_timestamps: Any
+        self,
+        known: Sequence[UserPages],
+        lengths: Sequence[int],
+        ranges: Sequence[RowRange],
+        new_timestamps: Any,
     ) -> tuple[PagedRows, ...]:
-        """Of each layer, the users' rows to the ends of these ranges, which are the room.
+        """Of each layer, the users' rows and so many more, which are those of the ranges: the room.
         new_timestamps: of the events, which are written. A layer refuses wrong ones."""
-        layers = self.in_pages(known, [x.begin + x.length for x in ranges])
+        layers = self.in_pages(known, [x.first + x.length + n for x, n in zip(known, lengths)])
         index = rows_on_host(ranges, self.page_rows)
         if not self.tables_on_host:
             index = index.to(self.device, non_blocking=True)

@@ -26,9 +26,9 @@ def listed_users(users: Any) -> list[Hashable]:
 
 
 def check_keys(users: Sequence[object]) -> None:
-    for user in users:
-        if type(user).__hash__ is None:  # as isinstance(user, Hashable), which takes far longer
-            raise TypeError(f"users must be hashable, got a {type(user).__name__}")
+    for kind in dict.fromkeys(map(type, users)):
+        if kind.__hash__ is None:  # as isinstance(user, Hashable), which takes far longer
+            raise TypeError(f"users must be hashable, got a {kind.__name__}")
 
 
 def check_users(users: Sequence[Hashable], segments: int, name: str) -> None:

@@ -100,10 +100,10 @@ def table_of(
     """The fields of `Pages.of`, of valid arguments."""
     table, end = list[int](), 0
     for segment, (numbers, length) in enumerate(zip(pages, lengths), 1):
-        table += numbers[: -(-length // page_rows)]
+        count = -(-length // page_rows)
+        table += numbers if len(numbers) == count else numbers[:count]
         end += length
-        spare = end // page_rows + segment - len(table)
-        if spare:
+        if (spare := end // page_rows + segment - len(table)):
             table += [0] * spare
     # without segments there are no entries, and a buffer of none is an error
     on_host = torch.frombuffer(array("i", table or [0]), dtype=torch.int32)
