@@ -87,7 +87,7 @@ class Counts:
 @dataclass
 class Waiting:
     """A request in the queue. Times are of `time.monotonic`; answered: when a batch with it ended.
-    version: the weights that scored it."""
+    is_scored: whether it then had scores. version: the weights that scored it."""
 
     request: Request
     deadline: float
@@ -95,6 +95,7 @@ class Waiting:
     future: Future = field(default_factory=Future)
     queued_seconds: float = 0.0
     answered: float = 0.0
+    is_scored: bool = False
     version: int = 0
 
 
@@ -271,6 +272,7 @@ class Batcher:
         version, end = self.version(), time.monotonic()
         for waiting, result in zip(self._current, results, strict=True):
             waiting.version, waiting.answered = version, end
+            waiting.is_scored = not isinstance(result, Exception)
             if isinstance(result, Exception):
                 waiting.future.set_exception(result)
             else:

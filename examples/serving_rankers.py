@@ -323,7 +323,7 @@ class Ranker(ABC):
         """A history that is encoded anew is appended to an empty one: `put` returns no output, and
         its rows are not written by the pass of the model that makes them."""
         if users:
-            offsets = torch.zeros(len(users) + 1, dtype=torch.int64)
+            offsets = torch.from_numpy(np.zeros(len(users) + 1, dtype=np.int64))
             self.cache.put(users, jm.Jagged.unchecked(self._nothing, offsets, None, Segmentation()))
 
     def _select(self, users: list[int]) -> jm.HistoryCache:
@@ -532,18 +532,19 @@ def _length(parts: Sequence[NewEvents]) -> int:
 
 
 def _positioned(
-    users: Sequence[int], begins: dict[int, int], events: dict[int, list[NewEvents]]
+    users: Sequence[int],
+    begins: dict[int, int],
+    events: dict[int, list[NewEvents]],
+    positions: np.ndarray,
 ) -> jm.Jagged:
-    """The items of the users' events, which not all have, and their positions from `begins` on."""
-    counts, shifts, end = [*map(_length, events.values())], [], 0
-    for user, count in zip(events, counts, strict=True):
-        shifts.append(begins[user] - end)
-        end += count
-    values = np.empty((end, 2), np.int64)
+    """The items of the users' events, which not all have, and their positions from `begins` on.
+    positions: 0, 1, 2, ..."""
+    lengths = {user: _length(parts) for user, parts in events.items()}
+    values = np.empty((sum(lengths.values()), 2), np.int64)
     items = [part.item for parts in events.values() for part in parts]
     np.concatenate(items, out=values[:, 0])
-    np.add(np.arange(end), np.repeat(shifts, counts), out=values[:, 1])
-    lengths = dict(zip(events, counts, strict=True))
+    spans = [positions[begins[user] : begins[user] + n] for user, n in lengths.items()]
+    np.concatenate(spans, out=values[:, 1])
     return _jagged(values, [lengths.get(user, 0) for user in users])
 
 
@@ -557,6 +558,7 @@ class SequenceRanker(Ranker):
         self.step = SequenceStep(model, dtype)
         self.width = model.encoder.norm.normalized_shape[0]
         super().__init__(model, model.encoder.encoder, dtype=dtype, **options)
+        self._positions = np.arange(self.max_history)
         # of `step.encoded`, for cached users
         rows = 1 if self.cache is None else min(self.histories.num_users, FIRST_ROWS) + 64
         self._encoded = UserRows(self.step.grow, rows)
@@ -573,7 +575,7 @@ class SequenceRanker(Ranker):
             begins, events = self._to_encode(requests)
             joint = self._encodes_and_scores
             encoded = users if joint else list(events)
-            ids = _positioned(encoded, begins, events) if events else None
+            ids = _positioned(encoded, begins, events, self._positions) if events else None
             targets, counts = _targets(requests)
             candidates = _jagged(targets[:, None], counts)
         if self.cache is None:

@@ -7,10 +7,10 @@ in segments behind the real ones.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from ctypes import memmove, memset
 from typing import Any, NamedTuple
 
 import torch
@@ -419,6 +419,8 @@ class Buffers:
         on_gpu = device.type == "cuda"
         self._on_device = torch.zeros(end, dtype=torch.uint8, device=device)
         self._on_host = torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+        memory = (ctypes.c_ubyte * end).from_address(self._on_host.data_ptr())
+        self._bytes = memoryview(memory).cast("B") if end else memoryview(b"")
         self._copied = torch.cuda.Event() if on_gpu and end else None
         for leaf, part, both in zip(leaves, self._parts, capacities):
             x = leaf.tensor
@@ -440,10 +442,9 @@ class Buffers:
         """Copy the leaves' tensors into the buffers, and write the rest of these."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy of the call before
-        address = self._on_host.data_ptr()
         for buffer, leaf, part, both in zip(self._written, leaves, self._parts, capacities):
             if part is not None and leaf.tensor.dtype in _TYPECODES:
-                _pad_integers(address, *part, leaf, both)
+                _pad_integers(self._bytes, *part, leaf, both)
             else:
                 pad(buffer, leaf, both)
         if len(self._on_host):
@@ -476,20 +477,19 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Capacities) -> None:
 
 
 def _pad_integers(
-    address: int, begin: int, end: int, leaf: Leaf, capacities: Capacities
+    memory: memoryview, begin: int, end: int, leaf: Leaf, capacities: Capacities
 ) -> None:
-    """`pad` of a leaf on the host, to these bytes behind the address. Each operator of torch would
-    take longer than all of it."""
+    """`pad` of a leaf on the host, in these bytes of the buffers. Each operator of torch would take
+    longer than all of it, and let another thread of Python go first."""
     x, size = leaf.tensor.contiguous(), leaf.size
-    written = x.nbytes
-    memmove(address + begin, x.data_ptr(), written)
-    begin += written
-    if begin == end:
+    rest = begin + x.nbytes
+    memory[begin:rest] = ctypes.string_at(x.data_ptr(), x.nbytes)
+    if rest == end:
         return
     if leaf.kind not in (OFFSETS, ORDER, ROOM):
-        memset(address + begin, 0, end - begin)
+        memory[rest:end] = bytes(end - rest)
         return
-    typecode, count = _TYPECODES[x.dtype], (end - begin) // x.itemsize
+    typecode, count = _TYPECODES[x.dtype], (end - rest) // x.itemsize
     if leaf.kind == OFFSETS:
         step, last = _padding_step(leaf, capacities), capacities.rows
         numbers = range(leaf.rows + step, min(leaf.rows + step * count, last) + 1, step)
@@ -498,7 +498,7 @@ def _pad_integers(
         tail = array(typecode, range(size, size + count))
     else:
         tail = array(typecode, [leaf.number]) * count
-    memmove(address + begin, tail.buffer_info()[0], end - begin)
+    memory[rest:end] = tail.tobytes()
 
 
 def check_values(leaf: Leaf, sizes: set[int]) -> None:
