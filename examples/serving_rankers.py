@@ -129,7 +129,6 @@ class Ranker(ABC):
             held_out,
         )
         self.settings, self.vocabulary, self.dtype = settings, vocabulary, dtype
-        self._nothing = torch.empty(0, self.width, dtype=dtype, device=next(model.parameters()).device)
         dense.to(dtype)
         self.device = next(model.parameters()).device
         max_bytes, page_rows, cache_dtype = cache
@@ -137,6 +136,7 @@ class Ranker(ABC):
             page_rows = PAGE_ROWS.get(self.device.type, 128)
         self.run: Any = jm.graphed(self.step, **GRAPHS) if graphs else self.step
         self.cache: jm.PagedHistoryCache | None = None
+        self._has_pages = False
         if max_bytes:
             layer = self._cached_layer()
             layer.takes_host_tables = graphs
@@ -288,6 +288,8 @@ class Ranker(ABC):
         if all(torch.equal(x, weights.tensors[name].to(x)) for name, x in own.items()):
             return False
         self.model.load_state_dict(weights.tensors)
+        if self.cache is not None:
+            self.cache.clear()
         return True
 
     def check_cache(self) -> None:
@@ -319,12 +321,15 @@ class Ranker(ABC):
         if self.cache is not None:
             self.cache.clear()
 
-    def _begin_anew(self, users: list[int]) -> None:
-        """A history that is encoded anew is appended to an empty one: `put` returns no output, and
-        its rows are not written by the pass of the model that makes them."""
-        if users:
-            offsets = torch.from_numpy(np.zeros(len(users) + 1, dtype=np.int64))
-            self.cache.put(users, jm.Jagged.unchecked(self._nothing, offsets, None, Segmentation()))
+    def _append(self, users: list[int], events: jm.Jagged, anew: list[int], **others: Any) -> Any:
+        """`append` of the cache. A history that is encoded anew is appended to an empty one: `put`
+        returns no output, and its rows are not written by the pass of the model that makes them."""
+        if not self._has_pages:  # no history is cached yet
+            nothing = torch.empty(0, self.width, dtype=self.dtype, device=self.device)
+            offsets = torch.zeros(len(anew) + 1, dtype=torch.int64)
+            self.cache.put(anew, jm.Jagged.unchecked(nothing, offsets, None))
+            self._has_pages = True
+        return self.cache.append(users, events, anew=anew, **others)
 
     def _select(self, users: list[int]) -> jm.HistoryCache:
         """The cached rows. CacheFull if writes for some users of this batch evicted others of
@@ -381,9 +386,9 @@ class RankingRanker(Ranker):
         self.users = FeatureTable(dataset.user_features, dataset.log.num_users)
         self.items = FeatureTable(dataset.log.item_features, dataset.log.num_items)
         self.step = RankingStep(model, dtype, (self.users.widths, self.items.widths))
-        self.width = model.sequences.embeddings["item"].weight.shape[1]
         super().__init__(model, model.head, dtype=dtype, graphs=graphs, **options)
         model.head.over.float()
+        self.width = model.sequences.embeddings["item"].weight.shape[1]
         self.dataset, self.ratings = dataset, dataset.ratings.tolist()
         interaction = model.head.interaction
         self._pads = graphs and isinstance(interaction, PaddedTargetAttention)
@@ -421,8 +426,7 @@ class RankingRanker(Ranker):
             return self.run(**ids, **events)
         with self.stages("cache"):
             if fresh and joint:
-                self._begin_anew(list(fresh))
-                return self.cache.append(users, events.pop("events"), ids=ids | events)
+                return self._append(users, events.pop("events"), list(fresh), ids=ids | events)
             if fresh:
                 self.cache.put(list(fresh), events)
             kept = self._select(users)
@@ -556,8 +560,8 @@ class SequenceRanker(Ranker):
 
     def __init__(self, model: SequenceModel, dtype: torch.dtype = torch.float32, **options: Any):
         self.step = SequenceStep(model, dtype)
-        self.width = model.encoder.norm.normalized_shape[0]
         super().__init__(model, model.encoder.encoder, dtype=dtype, **options)
+        self.width = model.encoder.norm.normalized_shape[0]
         self._positions = np.arange(self.max_history)
         # of `step.encoded`, for cached users
         rows = 1 if self.cache is None else min(self.histories.num_users, FIRST_ROWS) + 64
@@ -581,15 +585,15 @@ class SequenceRanker(Ranker):
         if self.cache is None:
             return self.run(events=ids, targets=candidates)
         with self.stages("cache"):
-            self._begin_anew([user for user, begin in begins.items() if not begin])
             if len(self._encoded) > 2 * len(self.cache) + 1024:
                 self._encoded.keep(set(self.cache.users()))
             if events:
                 self._encoded.assign(events)
                 rows = self._encoded.of(encoded)
+                anew = [user for user, begin in begins.items() if not begin]
                 if joint:
-                    return self.cache.append(users, ids, rows=rows, targets=candidates)
-                self.cache.append(encoded, ids, rows=rows)
+                    return self._append(users, ids, anew, rows=rows, targets=candidates)
+                self._append(encoded, ids, anew, rows=rows)
         return self.run(targets=candidates, rows=self._encoded.of(users))
 
     def _to_encode(

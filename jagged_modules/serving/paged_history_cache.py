@@ -145,7 +145,8 @@ class PagedHistoryCache:
         self._hits = self._misses = 0
         # the second guards all attributes
         self._writer, self._lock = threading.Lock(), threading.Lock()
-        self._last_copy: torch.Event | None = None
+        # after the copies of the last call that made some, and its stream
+        self._last_copy: tuple[torch.cuda.Event, torch.cuda.Stream] | None = None
         # Pinned pages of selected histories that exist no more, with the stream that read them; and
         # such streams, for the next write.
         self._read = deque[tuple[list[int], torch.Stream | None]]()
@@ -220,12 +221,6 @@ class PagedHistoryCache:
         with self._writer:
             with self._lock:
                 weights = self._current_weights()
-            # nothing to compute
-            if self._table.num_pages and isinstance(history, Jagged) and not history.num_rows:
-                check_users(users, history.num_segments, "history")
-                with self._ordered(copies=False):
-                    self._table.replace(users, [0] * len(users), weights)
-                return
             rows = self.layer.cache(history, **timestamps)
             check_users(users, rows.num_segments, "history")
             with self._ordered():
@@ -233,13 +228,23 @@ class PagedHistoryCache:
                 self._write(users, rows, table.replace(users, _lengths(rows.layers[0]), weights))
 
     @torch.no_grad()
-    def append(self, users: Sequence[Hashable], events: Any, **others: Any) -> Any:
+    def append(
+        self,
+        users: Sequence[Hashable],
+        events: Any,
+        *,
+        anew: Sequence[Hashable] = (),
+        **others: Any,
+    ) -> Any:
         """Compute and keep the next events of cached users.
 
         Args:
             users: one key per segment of the events, without repetition. All must be cached: `put`
                 the histories of others first.
             events, others: arguments of the layer's `append`, such as timestamps.
+            anew: those of the users whose histories begin with these events. What is cached of them
+                is dropped; they need not be cached, but something must be. If the call fails, they
+                are not cached.
 
         Returns:
             What the layer's `append` returns for the events: for an HSTUStack, and for a
@@ -248,40 +253,64 @@ class PagedHistoryCache:
         Raises:
             KeyError: a user is not cached with the layer's present weights.
             TypeError, ValueError: as the layer's `append`; users are repeated, or not one per
-                segment.
+                segment; anew are not of the users.
             CacheFull: the histories, and the pages that selected histories read, need more than
                 max_bytes. Nothing has changed.
         """
+        wrapped = Jagged.wrap(events, name="events")
+        check_sequence(anew)
+        in_pages = (
+            self.layer.append_reads_cache
+            and self.reads_pages
+            and getattr(self.layer, "append_writes_pages", False)
+        )
+        run = self._append_in_pages if in_pages else self._append_copies
         with self._writer:
-            if (
-                self.layer.append_reads_cache
-                and self.reads_pages
-                and getattr(self.layer, "append_writes_pages", False)
-            ):
-                return self._append_in_pages(users, events, others)
-            check_users(users, Jagged.wrap(events, name="events").num_segments, "events")
-            if self.layer.append_reads_cache:
-                cached = self._select(
-                    users, self.reads_pages and self.layer.max_cached_rows is None
-                )
-            else:
-                cached = self._empty(users)
-            outputs, added = self.layer.append(events, cached, **others)
-            del cached  # its pages
-            with self._ordered():
-                table = self._allocate(added)
-                self._write(users, added, table.extend(users, _lengths(added.layers[0])))
-                self._keep_last(table, users)
-            return outputs
+            try:
+                return run(users, events, wrapped, anew, others)
+            except BaseException:
+                with self._lock:
+                    self._drop(anew)
+                raise
+
+    def _append_copies(
+        self,
+        users: Sequence[Hashable],
+        events: Any,
+        wrapped: Jagged,
+        anew: Sequence[Hashable],
+        others: dict[str, Any],
+    ) -> Any:
+        """`append` of a layer that returns the keys and values of the events."""
+        check_users(users, wrapped.num_segments, "events")
+        if anew:
+            with self._ordered(copies=False):
+                self._check_cached(users, anew)
+        if self.layer.append_reads_cache:
+            cached = self._select(users, self.reads_pages and self.layer.max_cached_rows is None)
+        else:
+            cached = self._empty(users)
+        outputs, added = self.layer.append(events, cached, **others)
+        del cached  # its pages
+        with self._ordered():
+            table = self._allocate(added)
+            self._write(users, added, table.extend(users, _lengths(added.layers[0])))
+            self._keep_last(table, users)
+        return outputs
 
     def _append_in_pages(
-        self, users: Sequence[Hashable], events: Any, others: dict[str, Any]
+        self,
+        users: Sequence[Hashable],
+        events: Any,
+        wrapped: Jagged,
+        anew: Sequence[Hashable],
+        others: dict[str, Any],
     ) -> Any:
         """`append` of a layer that writes the keys and values of the events into reserved rows
         before it attends to them."""
-        lengths = _lengths(Jagged.wrap(events, name="events"))
+        lengths = _lengths(wrapped)
         with self._ordered(copies=False):
-            table, known = self._check_cached(users)
+            table, known = self._check_cached(users, anew)
             check_users(users, len(lengths), "events")
             self._wait_for_readers()
             ranges = table.reserve(users, known, lengths)
@@ -327,15 +356,12 @@ class PagedHistoryCache:
         """
         users = listed_users(users)
         with self._writer, self._lock:
-            for user in users:
-                if user in self._table.users:
-                    self._table.drop(user)
+            self._drop(users)
 
     def clear(self) -> None:
         """Forget all users. The pages stay allocated."""
         with self._writer, self._lock:
-            for user in list(self._table.users):
-                self._table.drop(user)
+            self._drop(list(self._table.users))
 
     @property
     def reads_pages(self) -> bool:
@@ -361,13 +387,18 @@ class PagedHistoryCache:
         may be on another stream. copies: whether this call makes some in the block."""
         with self._lock:
             self._unpin()
-            if self._last_copy is not None:
-                torch.cuda.current_stream(self._rows.device).wait_event(self._last_copy)
+            last = self._last_copy
+            if last is not None:
+                stream = torch.cuda.current_stream(self._rows.device)
+                if stream != last[1]:
+                    stream.wait_event(last[0])
             try:
                 yield
             finally:
                 if copies and self._rows.values is not None and self._rows.device.type == "cuda":
-                    self._last_copy = torch.cuda.current_stream(self._rows.device).record_event()
+                    stream = torch.cuda.current_stream(self._rows.device)
+                    event = stream.record_event(None if last is None else last[0])
+                    self._last_copy = event, stream
 
     def _current_weights(self) -> int:
         """The version of the layer's parameters and buffers: equal while nobody writes to them or
@@ -385,23 +416,34 @@ class PagedHistoryCache:
             self._storages = [x.untyped_storage() for x in tensors]
         return self._version
 
+    def _drop(self, users: Iterable[Hashable]) -> None:
+        for user in users:
+            if user in self._table.users:
+                self._table.drop(user)
+
     def _is_cached(self, user: Hashable, weights: int) -> bool:
         return user in self._table.users and self._table.users[user].weights == weights
 
-    def _check_cached(self, users: Sequence[Hashable]) -> tuple[PageTable, list[UserPages]]:
-        """The page table, and the pages of the users, who must be cached."""
+    def _check_cached(
+        self, users: Sequence[Hashable], anew: Sequence[Hashable] = ()
+    ) -> tuple[PageTable, list[UserPages]]:
+        """The page table, and the pages of the users, who must be cached. Those of anew get none
+        first."""
         check_sequence(users)
-        weights, found = self._current_weights(), self._table.users
-        known = [x for user in users if (x := found.get(user)) is not None and x.weights == weights]
+        weights, table = self._current_weights(), self._table
+        if anew and table.num_pages:
+            if strangers := set(anew).difference(users):
+                raise ValueError(f"anew must be of the users, got {strangers.pop()!r}")
+            table.replace(anew, [0] * len(anew), weights)
+        get = table.users.get
+        known = [x for user in users if (x := get(user)) is not None and x.weights == weights]
         if len(known) < len(users):
             user = next(user for user in users if not self._is_cached(user, weights))
-            raise KeyError(
-                f"user {user!r} {'was cached with other weights' if user in found else 'is not cached'}:"
-                " put the history first"
-            )
-        if not self._table.num_pages:
+            state = "was cached with other weights" if user in table.users else "is not cached"
+            raise KeyError(f"user {user!r} {state}: put the history first")
+        if not table.num_pages:
             raise KeyError("no user is given, and nothing is cached yet: put a history first")
-        return self._table, known
+        return table, known
 
     def _allocate(self, rows: HistoryCache) -> PageTable:
         """The page table, for a write; the first call allocates it and the pages. ValueError if the
@@ -460,7 +502,7 @@ class PagedHistoryCache:
         """No rows of these users, who must be cached."""
         with self._lock:
             self._check_cached(users)
-            ranges = [RowRange(array("q"), 0, 0)] * len(users)
+            ranges = [RowRange(array("i"), 0, 0)] * len(users)
             return self._rows.gather(ranges, self.layer.max_cached_rows)
 
 

@@ -11,6 +11,7 @@ any other user.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
@@ -32,7 +33,7 @@ class UserPages:
     weights that computed the rows."""
 
     weights: int
-    pages: array[int] = dataclasses.field(default_factory=lambda: array("q"))
+    pages: array[int] = dataclasses.field(default_factory=lambda: array("i"))
     first: int = 0
     length: int = 0
 
@@ -196,7 +197,7 @@ def row_indices(
         # from the row among the ranges to that in the concatenated pages
         shifts.append(len(pages) * page_rows + x.begin - ends[-1])
         ends.append(ends[-1] + x.length)
-        pages.extend(x.pages)
+        pages.extend(x.pages.tolist())
     on_host = torch.frombuffer(ends + shifts + pages, dtype=torch.int64)
     # one copy to a device
     offsets, shift, table = on_host.to(device, non_blocking=True).split(
@@ -214,12 +215,18 @@ def row_indices(
 def rows_on_host(ranges: Sequence[RowRange], page_rows: int) -> Tensor:
     """The rows of `row_indices`, on the host: for those to write, which are new."""
     rows = array("q")
-    for x in ranges:
-        begin, end = x.begin, x.begin + x.length
+    for pages, begin, length in ranges:
+        end = begin + length
         while begin < end:
             page, within = divmod(begin, page_rows)
-            first, count = x.pages[page] * page_rows + within, min(page_rows - within, end - begin)
-            rows.extend(range(first, first + count))
-            begin += count
+            part = _rows_of(pages[page], page_rows)[within : within + end - begin]
+            rows += part
+            begin += len(part)
     # an empty buffer is an error
     return torch.frombuffer(rows or array("q", [0]), dtype=torch.int64)[: len(rows)]
+
+
+@functools.lru_cache(2**14)
+def _rows_of(page: int, page_rows: int) -> array[int]:
+    """The rows of a page. Kept, as to make them takes longer than all else that a write needs."""
+    return array("q", range(page * page_rows, (page + 1) * page_rows))

@@ -149,9 +149,10 @@ class RowStorage:
     def in_pages(self, known: Sequence[UserPages], lengths: list[int]) -> tuple[PagedRows, ...]:
         """So many rows of each user, from the start of the pages, of each layer."""
         assert self.dtype is not None
-        pages = Pages(*table_of([x.pages for x in known], lengths, self.page_rows))
-        ends = torch.frombuffer(array("q", [0, *itertools.accumulate(lengths)]), dtype=torch.int64)
-        tables = HostTables(ends, pages, self.device)
+        ends = [*itertools.accumulate(lengths, initial=0)]
+        table = table_of([x.pages for x in known], ends[1:], self.page_rows)
+        offsets = torch.frombuffer(array("q", ends), dtype=torch.int64)
+        tables = HostTables(offsets, Pages(table, self.page_rows, ends[-1]), self.device)
         if self.tables_on_host:
             return tuple(PagedRows.of(x.rows, x.scales, tables, self.dtype) for x in self._layers)
         offsets, pages, segmentation = tables.moved

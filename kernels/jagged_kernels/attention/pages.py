@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from array import array
 from collections.abc import Iterable, Sequence
 
@@ -83,9 +84,14 @@ class Pages:
                     f" {len(numbers)}"
                 )
         try:
-            return cls(*table_of(pages, lengths, page_rows))
+            needed = [
+                array("i", numbers[: -(-length // page_rows)])
+                for numbers, length in zip(pages, lengths)
+            ]
         except TypeError as error:
             raise TypeError(f"pages must be sequences of ints: {error}") from None
+        ends = [*itertools.accumulate(lengths)]
+        return cls(table_of(needed, ends, page_rows), page_rows, ends[-1] if ends else 0)
 
     def to(self, device: torch.device) -> Pages:
         """The pages with their table on a device."""
@@ -94,17 +100,13 @@ class Pages:
         return dataclasses.replace(self, table=self.table.to(device, non_blocking=True))
 
 
-def table_of(
-    pages: Sequence[Sequence[int]], lengths: Sequence[int], page_rows: int
-) -> tuple[Tensor, int, int]:
-    """The fields of `Pages.of`, of valid arguments."""
-    table, end = list[int](), 0
-    for segment, (numbers, length) in enumerate(zip(pages, lengths), 1):
-        count = -(-length // page_rows)
-        table += numbers if len(numbers) == count else numbers[:count]
-        end += length
-        if (spare := end // page_rows + segment - len(table)):
-            table += [0] * spare
-    # without segments there are no entries, and a buffer of none is an error
-    on_host = torch.frombuffer(array("i", table or [0]), dtype=torch.int32)
-    return on_host[: len(table)], page_rows, end
+def table_of(pages: Sequence[array[int]], ends: Sequence[int], page_rows: int) -> Tensor:
+    """`Pages.table` on the host. pages: for each segment, just those that it needs, as an array of
+    type "i". ends: of the segments' keys among all keys."""
+    size = ends[-1] // page_rows + len(ends) if ends else 0
+    # a buffer without entries is an error
+    table, first = array("i", [0]) * max(1, size), 0
+    for segment, (numbers, end) in enumerate(zip(pages, ends), 1):
+        table[first : first + len(numbers)] = numbers
+        first = end // page_rows + segment
+    return torch.frombuffer(table, dtype=torch.int32)[:size]
