@@ -20,7 +20,9 @@ import html
 import itertools
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -40,11 +42,7 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 from published_ids import Id
 from serving_access import Access
@@ -200,6 +198,7 @@ class Service:
         self._unknown_rows = itertools.count(ranker.histories.num_users)
         self.ranker, self.limits, self.version = ranker, limits or ServiceLimits(), 1
         self.read_weights = read_weights
+        self._handover: Handover | None = None
         # otherwise weights that were read before others might be put in place after them
         self._reloading = asyncio.Lock()
         self.is_stopping = False
@@ -335,7 +334,10 @@ class Service:
             scores = histories.popularity[request.candidates].astype(float)
         else:
             waiting = self.batcher.submit(request, begin + seconds)
-            scores = await _result(waiting, left)
+            loop, handover = asyncio.get_running_loop(), self._handover
+            if handover is None or handover.loop is not loop:
+                self._handover = handover = Handover(loop)
+            scores = await _result(handover.wrap(waiting.future), left)
         taken = time.monotonic() - begin
         self.metrics.latency.observe(taken)
         is_known = request.user < histories.num_users
@@ -368,9 +370,43 @@ class Service:
         return result
 
 
-async def _result(waiting: Waiting, left: asyncio.Future | None) -> torch.Tensor:
+class Handover:
+    """Results of the scoring thread as futures of an event loop. `asyncio.wrap_future` wakes the
+    loop for each one, by a system call at which the thread waits; this, once for those of a batch.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self._done: deque[tuple[Future, asyncio.Future]] = deque()
+        self._is_called = False  # and has not begun yet
+
+    def wrap(self, future: Future) -> asyncio.Future:
+        """A future with the same result. If it is cancelled, so is the other."""
+        result = self.loop.create_future()
+        future.add_done_callback(lambda done: self._add(done, result))
+        result.add_done_callback(lambda done: done.cancelled() and future.cancel())
+        return result
+
+    def _add(self, future: Future, result: asyncio.Future) -> None:
+        self._done.append((future, result))
+        if not self._is_called and not self.loop.is_closed():
+            self._is_called = True
+            self.loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_called = False
+        while self._done:
+            future, result = self._done.popleft()
+            if result.done() or future.cancelled():
+                result.cancel()
+            elif (error := future.exception()) is None:
+                result.set_result(future.result())
+            else:
+                result.set_exception(error)
+
+
+async def _result(result: asyncio.Future, left: asyncio.Future | None) -> torch.Tensor:
     """The scores. HTTPException if the client leaves before."""
-    result = asyncio.wrap_future(waiting.future)
     if left is not None:
         await asyncio.wait([result, left], return_when=asyncio.FIRST_COMPLETED)
         if not result.done():

@@ -132,9 +132,8 @@ class Histories:
 
 
 def _last(events: NewEvents, count: int) -> NewEvents:
-    if len(events.item) <= count:
-        return events
-    return NewEvents(events.item[len(events.item) - count :], events.rating[len(events.item) - count :])
+    first = len(events.item) - count
+    return NewEvents(events.item[first:], events.rating[first:]) if first > 0 else events
 
 
 def joined(*events: NewEvents) -> NewEvents:

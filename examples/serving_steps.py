@@ -258,8 +258,8 @@ def last_rows(x: jm.Jagged) -> torch.Tensor:
 
 class CachedStep(nn.Module):
     """The layer of a ranker's cache: the model's, with steps of the ranker in place of methods. It
-    has no parameters, so that the cache need not look at each call whether they have changed: who
-    changes the model's clears the cache."""
+    has no parameters, so that the cache need not look at each call whether they have changed: a
+    ranker's change in `load` alone, which clears the cache."""
 
     def __init__(self, layer: Any, **methods: Callable[..., Any]):
         super().__init__()

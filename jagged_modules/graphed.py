@@ -30,9 +30,7 @@ from .tracing import call_through, one_module
 from .validation import transforms_are_active
 
 M = TypeVar("M", bound=nn.Module)
-_DTYPE, _IS_TRAINED, _IS_TRAINING = map(
-    operator.attrgetter, ("dtype", "requires_grad", "training")
-)
+_DTYPE, _IS_TRAINED, _IS_TRAINING = map(operator.attrgetter, ("dtype", "requires_grad", "training"))
 REPLAYED = "score", "append"  # of a layer with these methods; `cache` may wait for the device
 
 

@@ -126,7 +126,8 @@ class PagedHistoryCache:
         page_rows: int = 16,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_kind("layer", layer, nn.Module, "a layer with cache and append")
+        module: Any = layer
+        check_kind("layer", module, nn.Module, "a layer with cache and append")
         for name in ("cache", "append", "append_reads_cache", "max_cached_rows"):
             if not hasattr(layer, name):
                 raise TypeError(
@@ -135,8 +136,8 @@ class PagedHistoryCache:
                 )
         check_size("max_bytes", max_bytes)
         check_size("page_rows", page_rows)
+        self._members = Members(module)
         self.layer, self.max_bytes, self.page_rows = layer, max_bytes, page_rows
-        self._members = Members(layer)
         self._version, self._weights = 0, tuple[object, ...]()
         self._storages: list[torch.UntypedStorage] = []
         on_host = getattr(layer, "takes_host_tables", False)
@@ -146,7 +147,7 @@ class PagedHistoryCache:
         # the second guards all attributes
         self._writer, self._lock = threading.Lock(), threading.Lock()
         # after the copies of the last call that made some, and its stream
-        self._last_copy: tuple[torch.cuda.Event, torch.cuda.Stream] | None = None
+        self._last_copy: tuple[Any, torch.Stream] | None = None
         # Pinned pages of selected histories that exist no more, with the stream that read them; and
         # such streams, for the next write.
         self._read = deque[tuple[list[int], torch.Stream | None]]()

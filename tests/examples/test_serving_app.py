@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -33,9 +33,11 @@ import prometheus_client.parser
 import pydantic
 import serve_ranking
 import serving_app
+from load_generator import parse_metrics
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from published_ids import Vocabulary
 from serving_admission import Admission
-from serving_app import Service, tune_process
+from serving_app import BUCKETS, Handover, Service, StageSeconds, tune_process
 from serving_batcher import Limits
 from serving_bodies import RankBody
 
@@ -294,6 +296,63 @@ def test_counts_are_counters(shared):
     }
     own = {name: kind for name, kind in kinds.items() if not name.startswith("process_")}
     assert own == dict.fromkeys(counters, "counter") | dict.fromkeys(gauges, "gauge")
+
+
+def test_seconds_by_stage_are_those_of_a_histogram():
+    """As Prometheus's own, which observes one after another."""
+    registries, stages = [CollectorRegistry(), CollectorRegistry()], StageSeconds()
+    registries[0].register(stages)
+    own = Histogram(
+        "rank_stage_seconds", "Seconds by stage", ["stage"], buckets=BUCKETS, registry=registries[1]
+    )
+    for seconds in (
+        [],
+        [1.0, *BUCKETS, 0.0],
+        [3e-3, 9.0],
+        np.random.default_rng(0).random(50).tolist(),
+    ):
+        for stage in ("queue", "score"):
+            stages.observe(stage, seconds)
+            for x in seconds:
+                own.labels(stage).observe(x)
+    found, expected = (
+        {k: v for k, v in parse_metrics(generate_latest(x).decode()).items() if "_created" not in k}
+        for x in registries
+    )
+    assert len(found) == 2 * (len(BUCKETS) + 3) and found == pytest.approx(
+        {k: v for k, v in expected.items() if v or k in found}
+    )
+
+
+def test_one_call_wakes_the_loop_for_all_of_a_batch(monkeypatch):
+    """A thread gives results, errors and what was cancelled to the futures of an event loop."""
+
+    async def ask():
+        loop, futures, wakes = asyncio.get_running_loop(), [Future() for _ in range(5)], []
+        wake = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *x: wakes.append(x) or wake(*x))
+        handover = Handover(loop)
+        for _ in range(2):
+            futures, wakes[:] = [Future() for _ in range(5)], []
+            results = [handover.wrap(x) for x in futures]
+            results[3].cancel()
+            await asyncio.sleep(0)
+            assert futures[3].cancelled()
+
+            def answer(futures=futures):
+                for i in (0, 1, 4):
+                    futures[i].set_result(i)
+                futures[2].set_exception(KeyError("no"))
+
+            thread = threading.Thread(target=answer)
+            thread.start()
+            thread.join()  # the loop does not run meanwhile
+            assert [await results[i] for i in (0, 1, 4)] == [0, 1, 4]
+            with pytest.raises(KeyError, match="no"):
+                await results[2]
+            assert results[3].cancelled() and len(wakes) <= 2  # one for what was cancelled
+
+    asyncio.run(ask())
 
 
 def test_each_refused_request_has_a_line_in_the_log(shared, caplog):

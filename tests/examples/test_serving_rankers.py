@@ -272,6 +272,29 @@ def test_events_that_are_replaced(served, name):
         assert_same_scores(ranker.score(after), whole.score(after))
 
 
+def test_events_that_are_added(served):
+    """As joined arrays have them; what was read before stays as it was."""
+    histories, random = ranker_of(served["hstu"]).histories, np.random.default_rng(0)
+    expected, read = {}, []
+    for _ in range(300):
+        user, count, keep = (int(random.integers(n)) for n in (3, 9, 40))
+        events = NewEvents(*random.integers(100, size=(2, count)))
+        if random.random() < 0.05:
+            histories.replace(user, events)
+            expected[user] = np.array(events)
+        else:
+            histories.add(user, events, keep + 1)
+            if count:
+                known = expected.get(user, np.zeros((2, 0), np.int64))
+                expected[user] = np.concatenate([known, events], axis=1)[:, -keep - 1 :]
+        found = histories.parts(user, NONE, 10**6)[-1]
+        if user in expected and expected[user].shape[1]:
+            read.append((found, expected[user]))
+    assert len(read) > 200
+    for found, wanted in read:
+        np.testing.assert_array_equal(np.array(found), wanted)
+
+
 @every_model
 def test_a_batch_that_the_cache_has_no_room_for(served, name):
     ranker = ranker_of(served[name], 40_000)
@@ -288,12 +311,11 @@ def test_other_weights(served, name, tmp_path):
     before = ranker.score([Request(x.user, x.candidates) for x in batch])
     fresh = ranker_of(served[name], 0)
     for x in (ranker, fresh):
-        x.model.load_state_dict(
-            {
-                key: value + 0.01 if value.is_floating_point() else value
-                for key, value in x.model.state_dict().items()
-            }
-        )
+        new = {
+            key: value + 0.01 if value.is_floating_point() else value
+            for key, value in x.model.state_dict().items()
+        }
+        assert x.load(Weights(x.settings, x.vocabulary, new))
     batch = [Request(x.user, x.candidates) for x in batch]
     after = ranker.score(batch)
     assert_same_scores(after, fresh.score(batch))

@@ -106,20 +106,30 @@ def test_the_cached_users_by_their_last_use():
     assert cache.users() == ["d"] and len(cache) == 4
 
 
-def test_empty_histories_begin_without_the_layer(monkeypatch):
-    """Once the pages are allocated. The users' next events are all of their history."""
+def test_histories_that_begin_anew():
+    """The events of these users are all of their history, whether or not they were cached."""
     cache, rows = jm.PagedHistoryCache(Rows(), 2**20), torch.randn(5, 2)
+    with pytest.raises(KeyError, match="user 'a' is not cached: put the history first"):
+        cache.append(["a"], jagged([rows]), anew=["a"])
     cache.put(["a", "b"], jagged([rows, rows]))
-    with monkeypatch.context() as patch:
-        patch.setattr(Rows, "cache", lambda *_: 1 / 0)
-        cache.put(["b", "c"], jagged([rows[:0], rows[:0]]))
-        with pytest.raises(ValueError, match="one per segment of history, 1, got 2$"):
-            cache.put(["b", "c"], jagged([rows[:0]]))
-    cache.append(["c", "b"], jagged([rows[:2], rows[3:]]))
-    for found, expected in zip(
-        rows_of(cache.select(["a", "b", "c"])), (rows, rows[3:], rows[:2]), strict=True
-    ):
-        assert torch.equal(found, expected)
+    cache.append(["c", "a", "b"], jagged([rows[:2], rows[:1], rows[3:]]), anew=["c", "b"])
+    expected = torch.cat([rows, rows[:1]]), rows[3:], rows[:2]
+    found = rows_of(cache.select(["a", "b", "c"]))
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+    with pytest.raises(ValueError, match="^anew must be of the users, got 'b'$"):
+        cache.append(["a"], jagged([rows]), anew=["b"])
+    with pytest.raises(TypeError, match="^users must be a list or a tuple of keys, got str$"):
+        cache.append(["a"], jagged([rows]), anew="a")
+
+
+def test_a_failed_call_caches_no_history_anew():
+    cache = cache_of(3)
+    put(cache, {1: 4, 2: 4})
+    with pytest.raises(jm.CacheFull):
+        cache.append([1, 2], jagged([rows_for(1, 4, 5), rows_for(2, 0, 13)]), anew=[2])
+    assert_holds(cache, {1: (0, 4)})
+    assert 2 not in cache and cache.statistics().bytes == cache.max_bytes // 3
 
 
 def test_the_users_of_a_call_do_not_evict_one_another():
