@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -63,7 +63,7 @@ class PageTable:
         self.users: OrderedDict[Hashable, UserPages] = OrderedDict()
         self._unused, self._freed = 0, list[int]()  # pages from _unused on were never used
         # readers of a page; pinned pages of no user
-        self._pins, self._waiting = Counter[int](), set[int]()
+        self._pins, self._waiting = dict[int, int](), set[int]()
 
     @property
     def num_free(self) -> int:
@@ -71,15 +71,19 @@ class PageTable:
 
     def pin(self, pages: Iterable[int]) -> None:
         """Pages have one reader more."""
-        self._pins.update(pages)
+        pins = self._pins
+        for page in pages:
+            pins[page] = pins.get(page, 0) + 1
 
     def unpin(self, pages: Iterable[int]) -> None:
         """Undo a `pin`."""
-        self._pins.subtract(pages)
-        unread = {page for page in pages if not self._pins[page]}
-        for page in unread:
-            del self._pins[page]
-        self._free(unread & self._waiting)
+        pins = self._pins
+        for page in pages:
+            readers = pins.pop(page) - 1
+            if readers:
+                pins[page] = readers
+            elif page in self._waiting:
+                self._free([page])
 
     def _free(self, pages: Iterable[int]) -> None:
         for page in pages:
