@@ -258,7 +258,6 @@ class PagedHistoryCache:
             CacheFull: the histories, and the pages that selected histories read, need more than
                 max_bytes. Nothing has changed.
         """
-        wrapped = Jagged.wrap(events, name="events")
         check_sequence(anew)
         in_pages = (
             self.layer.append_reads_cache
@@ -268,22 +267,17 @@ class PagedHistoryCache:
         run = self._append_in_pages if in_pages else self._append_copies
         with self._writer:
             try:
-                return run(users, events, wrapped, anew, others)
+                return run(users, events, anew, **others)
             except BaseException:
                 with self._lock:
                     self._drop(anew)
                 raise
 
     def _append_copies(
-        self,
-        users: Sequence[Hashable],
-        events: Any,
-        wrapped: Jagged,
-        anew: Sequence[Hashable],
-        others: dict[str, Any],
+        self, users: Sequence[Hashable], events: Any, anew: Sequence[Hashable], **others: Any
     ) -> Any:
         """`append` of a layer that returns the keys and values of the events."""
-        check_users(users, wrapped.num_segments, "events")
+        check_users(users, Jagged.wrap(events, name="events").num_segments, "events")
         if anew:
             with self._ordered(copies=False):
                 self._check_cached(users, anew)
@@ -300,16 +294,11 @@ class PagedHistoryCache:
         return outputs
 
     def _append_in_pages(
-        self,
-        users: Sequence[Hashable],
-        events: Any,
-        wrapped: Jagged,
-        anew: Sequence[Hashable],
-        others: dict[str, Any],
+        self, users: Sequence[Hashable], events: Any, anew: Sequence[Hashable], **others: Any
     ) -> Any:
         """`append` of a layer that writes the keys and values of the events into reserved rows
         before it attends to them."""
-        lengths = _lengths(wrapped)
+        lengths = _lengths(Jagged.wrap(events, name="events"))
         with self._ordered(copies=False):
             table, known = self._check_cached(users, anew)
             check_users(users, len(lengths), "events")
