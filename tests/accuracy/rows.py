@@ -32,17 +32,24 @@ def row_norm(
     dy: Tensor,
     dtype: torch.dtype,
     norm: Norm,
+    added: Tensor | None = None,
+    copy: torch.dtype | None = None,
 ) -> Bounds:
-    """Bounds of y in dtype "out", and for its gradient dy of "dx", plus the residual, "dweight" and
-    "dbias"."""
+    """Bounds of y in dtype "out", and for its gradient dy, plus `added`, of "dx", plus the
+    residual, "dweight", "dbias", and "total", the sum of the rows of dx. With a dtype `copy`, also
+    of y and dx in it, "copy" and "dcopy"."""
     w, grad = Bound.exact(weight), Bound.exact(dy)
+    if added is not None:
+        grad = grad + Bound.exact(added)
     xhat, rstd = _normed(Bound.exact(x), norm)
-    y = xhat * w if bias is None else xhat * w + Bound.exact(bias)
+    y = _affine(xhat, weight, bias)
     dx = _norm_gradient(grad * w, xhat, rstd, norm)
     if residual is not None:
         dx = dx + Bound.exact(residual)
     bounds = dict(out=y.rounded(dtype), dx=dx.rounded(x.dtype), dweight=(grad * xhat).sum(0))
-    return bounds if bias is None else bounds | dict(dbias=grad.sum(0))
+    bounds |= {} if bias is None else dict(dbias=grad.sum(0))
+    bounds |= {} if copy is None else dict(copy=y.rounded(copy), dcopy=dx.rounded(copy))
+    return bounds | dict(total=dx.sum(0))
 
 
 def gate(

@@ -74,10 +74,49 @@ def triton_activation_backward(
     Returns:
         dx in x's shape and dtype, and its sums over rows, fp32.
     """
-    dx, (rows, columns) = x.new_empty(x.shape), x.shape
+    dx = x.new_empty(x.shape)
+    return dx, _write_gradients(dy, x, dx, activation, gated, end)
+
+
+def _again_fake(dy, x, dx, activation, gated=False):
+    return x.new_empty(x.shape[1], dtype=torch.float32)
+
+
+@operator(
+    "activation_again_backward",
+    _again_fake,
+    "(Tensor(a!) dy, Tensor x, Tensor(b!) dx, str activation, bool gated=False) -> Tensor",
+)
+def triton_activation_again_backward(
+    dy: Tensor, x: Tensor, dx: Tensor, activation: str, gated: bool = False
+) -> Tensor:
+    """`triton_activation_backward` and `triton_activation` in one pass: y replaces dy.
+
+    Args:
+        dy: `[L, W]`, any row stride. x, activation, gated: the forward's.
+        dx: of x's shape and dtype, for the gradient; may be x.
+
+    Returns:
+        The sums of dx over rows, fp32.
+    """
+    return _write_gradients(dy, x, dx, activation, gated, None, again=True)
+
+
+def _write_gradients(
+    dy: Tensor,
+    x: Tensor,
+    dx: Tensor,
+    activation: str,
+    gated: bool,
+    end: Tensor | None,
+    again: bool = False,
+) -> Tensor:
+    """Write dx, and y to dy if `again`. Returns the sums of dx."""
+    rows, columns = x.shape
     if dx.numel() == 0:
-        return dx, x.new_zeros(columns, dtype=torch.float32)
-    dy, x = contiguous_last_dim(dy), contiguous_last_dim(x)
+        return x.new_zeros(columns, dtype=torch.float32)
+    if not again:
+        dy, x = contiguous_last_dim(dy), contiguous_last_dim(x)
     options, config, strides = _options(dy.shape[1], gated, dy, x, dx)
     blocks = cdiv(dy.shape[1], config.block)
     most = config.programs_per_sm * device_properties(x.device).num_sms
@@ -86,10 +125,10 @@ def triton_activation_backward(
     activation_bwd_kernel[(programs, blocks)](
         ActivationBackward(dy, x, end, dx, sums), rows, 0 if end is None else len(end) - 1,
         strides,
-        ACTIVATION=activation_function(activation, False), OPTIONS=options,
+        ACTIVATION=activation_function(activation, False), OPTIONS=options._replace(again=again),
         num_warps=config.num_warps,
     )  # fmt: skip
-    return dx, sums.sum(0)
+    return sums.sum(0)
 
 
 def _options(
@@ -101,5 +140,5 @@ def _options(
     return options, config, tuple(strides)
 
 
-for _op in triton_activation, triton_activation_backward:
+for _op in triton_activation, triton_activation_backward, triton_activation_again_backward:
     refuse_derivative(_op, "activations of rows have no derivative of their own: a node has one")

@@ -13,13 +13,15 @@ from ..common.ptxas import safe_ptxas
 
 class ActivationOptions(NamedTuple):
     """Constants of the kernels. width: columns of the result. gated: x has twice as many. align:
-    elements that strides count. rows, block: of a tile."""
+    elements that strides count. rows, block: of a tile. again: the backward also computes the
+    forward's result."""
 
     width: int
     gated: bool
     align: int
     rows: int
     block: int
+    again: bool = False
 
 
 class ActivationBackward(NamedTuple):
@@ -67,9 +69,10 @@ def activation_fwd_kernel(
 def activation_bwd_kernel(
     tensors, num_rows, num_segments, strides, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    """dx, and this program's sums of its columns, `[programs, columns of x]`. Rows from the last of
-    the offsets at `end` on are 0. tensors: ActivationBackward. strides: of dy, x and dx, in units
-    of `align` elements. Grid: programs, blocks of columns."""
+    """dx, which may replace x, and this program's sums of its columns, `[programs, columns of x]`.
+    Rows from the last of the offsets at `end` on are 0. With `again`, y replaces dy. tensors:
+    ActivationBackward. strides: of dy, x and dx, in units of `align` elements. Grid: programs,
+    blocks of columns."""
     WIDTH: tl.constexpr = OPTIONS.width
     ALIGN: tl.constexpr = OPTIONS.align
     ROWS: tl.constexpr = OPTIONS.rows
@@ -86,10 +89,16 @@ def activation_bwd_kernel(
         dx = _load(tensors.dy, strides[0] * ALIGN, rows, columns, read)
         act, dact = ACTIVATION(_load(tensors.x, strides[1] * ALIGN, rows, columns, read), 1.0)
         if OPTIONS.gated:
+            gate = _load(tensors.x, strides[1] * ALIGN, rows, columns + WIDTH, read)
+        if OPTIONS.again:
+            tl.debug_barrier()  # all threads have read the elements of dy and x that are replaced
+            y = act * gate if OPTIONS.gated else act
+            _store(tensors.dy, strides[0] * ALIGN, rows, columns, written, y)
+        if OPTIONS.gated:
             dgate = dx * act
             _store(tensors.dx, strides[2] * ALIGN, rows, columns + WIDTH, written, dgate)
             of_gate += dgate
-            dx *= _load(tensors.x, strides[1] * ALIGN, rows, columns + WIDTH, read)
+            dx *= gate
         dx *= dact
         _store(tensors.dx, strides[2] * ALIGN, rows, columns, written, dx)
         of_value += dx

@@ -16,6 +16,8 @@ GATE_BACKWARD = 8
 # Warps that a multiprocessor holds of the gate's backward where dropout and what the forward gave
 # are computed again, in up to 170 registers a thread. More would wait for these.
 DROPOUT_WARPS = 12
+# The same of a norm's backward that adds up three tensors.
+RESIDUAL_WARPS = 12
 
 # Elements of a gradient from which it is cast by halves: the copy takes half the memory.
 HALVED = 2**22

@@ -28,6 +28,19 @@ def test_row_norm(check_row_norm, width, norm, dtypes):
         check_row_norm(rows, width, norm, dtypes, "cpu", residual=rows != 37)
 
 
+@slow_after(
+    1,
+    "dtypes",
+    [(FP32, FP16, FP32), (FP16, FP16, FP16), (FP32,) * 3],
+    ids=["mixed", "fp16", "fp32"],
+)
+@by_width
+def test_residual_norm(check_residual_norm, width, norm, dtypes):
+    for rows in ROWS if width < 512 else ROWS[:2]:
+        options = dict(has_bias=rows != 37, both=rows != 130)
+        check_residual_norm(rows, width, norm, dtypes, "cpu", **options)
+
+
 @by_width
 def test_rows_behind_the_end(check_end, width, norm):
     for rows in (0, 1, 37):
