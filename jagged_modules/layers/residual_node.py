@@ -4,8 +4,9 @@
     otherwise    s = x + dropout(f(x)),  y = norm(s)
                  ds = norm's backward(dy),  dx = f's backward(ds) + ds
 
-A norm reads its rows once and writes them in the dtype that the next GEMM takes. Its backward adds
-the residual's gradient where it rounds dx.
+A norm reads its rows once and writes them in the dtypes of all that read them. Sums of the rows
+between two parts, and of their gradients, are not tensors until a norm reads them: its kernel adds
+the terms. Its backward adds the residual's gradient where it rounds dx.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Residual(NamedTuple):
         result: dtype of a norm behind the residual.
         dropout: probability, 0 outside of training.
         columns: behind the rows that f takes, as in `gemm_rows`; 0: none.
+        is_joined: another part of the node has its GEMMs before this norm (norm_first), or behind
+            it. The norm's gradient, or its result, is also written in their dtype.
     """
 
     dtype: torch.dtype
@@ -41,6 +44,26 @@ class Residual(NamedTuple):
     result: torch.dtype | None = None
     dropout: float = 0.0
     columns: int = 0
+    is_joined: bool = False
+
+
+class Stream(NamedTuple):
+    """Rows x + added `[L, E]` between the parts of a node, or their gradient.
+
+    Attributes:
+        added: None if x is all.
+        rows: x in the dtype of the GEMMs; None if it was not made.
+        sums: of a gradient's rows, `[E]` fp32, or None.
+    """
+
+    x: Tensor
+    added: Tensor | None = None
+    rows: Tensor | None = None
+    sums: Tensor | None = None
+
+    def joined(self, end: Tensor | None) -> Tensor:
+        """As one tensor, 0 behind the end."""
+        return self.x if self.added is None else residual_sum(self.x, self.added, end)
 
 
 class Around(NamedTuple):
@@ -62,53 +85,67 @@ class Around(NamedTuple):
 
 
 def with_residual(
-    x: Tensor,
+    stream: Stream,
     norm: tuple[Tensor, Tensor | None],
     residual: Residual,
     end: Tensor | None,
     part: Callable[[Tensor], tuple[Tensor, S]],
-) -> tuple[Tensor, Around, S]:
-    """y, and what the backwards read, of this and of the part f. x: `[L, E]`. norm: its weight and
+) -> tuple[Stream, Around, S]:
+    """y, and what the backwards read, of this and of the part f. stream: x. norm: its weight and
     bias. end: of the rows. part: f, of rows in its dtype."""
-    dtype, options, norm_first, result, dropout, columns = residual
+    dtype, options, norm_first, result, dropout, columns, is_joined = residual
+    x, added, given, _ = stream
     mean = rstd = None
-    if norm_first:
+    if not norm_first:
+        take = gemm_rows if columns else cleared
+        rows = take(x, end, dtype) if given is None else given
+    elif added is None:
         rows, mean, rstd = row_norm(x, *norm, dtype, options, columns, end)
     else:
-        rows = gemm_rows(x, end, dtype) if columns else cleared(x, end, dtype)
+        x, rows, _, mean, rstd = residual_norm(x, added, *norm, (dtype, None), options, end)
     y, saved = part(rows)
     y, kept = dropped(y, dropout)
-    y = residual_sum(x, y, end)
-    if not norm_first:
-        x = y
-        y, mean, rstd = row_norm(x, *norm, result or x.dtype, options, 0, end)
-    return y, Around(end, x, norm[0], mean, rstd, kept), saved
+    if norm_first:
+        return Stream(x, y), Around(end, x, norm[0], mean, rstd, kept), saved
+    dtypes = result or torch.promote_types(x.dtype, y.dtype), dtype if is_joined else None
+    x, y, copy, mean, rstd = residual_norm(x, y, *norm, dtypes, options, end)
+    return Stream(y, None, copy), Around(end, x, norm[0], mean, rstd, kept), saved
 
 
 def residual_gradients(
-    dy: Tensor,
+    dy: Stream,
     around: Around,
     residual: Residual,
     wanted: tuple[bool, bool],
-    part: Callable[[Tensor, bool], tuple[Tensor | None, S]],
-) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None], S]:
+    part: Callable[[Tensor, Tensor | None, bool], tuple[Tensor | None, S]],
+) -> tuple[Stream | None, tuple[Tensor | None, Tensor | None], S]:
     """Gradients of x, of the norm's weight and bias, and of the part's other inputs. wanted:
     whether those of x and of the norm are. None where they are not. part: f's backward, of its
-    result's gradient and whether that of its rows is wanted. Returns it, and the others."""
+    result's gradient, the sum of the rows of this, or None, and whether the gradient of its rows is
+    wanted. Returns it, and the others."""
     of_x, of_norm = wanted
-    dtype, norm, norm_first, _, dropout, _ = residual
+    dtype, norm, norm_first, _, dropout, _, is_joined = residual
     end, rows, weight, mean, rstd, kept = around
     of_rows = rows, weight, mean, rstd
-    if norm_first:
-        grad = dropout_gradient(cleared(dy, end, dtype), kept, dropout)
-        drows, others = part(grad, of_x or of_norm)
-        if drows is None:
-            return None, (None, None), others
-        dx, sums = row_norm_gradients(drows, *of_rows, dy, norm, end)
-        return dx, sums, others
-    ds, sums = row_norm_gradients(dy, *of_rows, None, norm, end)
-    drows, others = part(dropout_gradient(ds.to(dtype), kept, dropout), of_x)
-    return None if drows is None else drows.add_(ds), sums, others
+
+    def of_part(grad: Tensor, sums: Tensor | None, of_rows: bool) -> tuple[Tensor | None, S]:
+        grad = dropout_gradient(grad, kept, dropout)
+        return part(grad, sums if kept is None else None, of_rows)
+
+    if not norm_first:
+        ds, of_weights = residual_norm_gradients(*dy[:2], *of_rows, None, dtype, norm, end)
+        assert ds.rows is not None
+        drows, others = of_part(ds.rows, ds.sums, of_x)
+        return None if drows is None else Stream(ds.x, drows), of_weights, others
+    grad = cleared(dy.x, end, dtype) if dy.rows is None else dy.rows
+    drows, others = of_part(grad, dy.sums, of_x or of_norm)
+    if drows is None:
+        return None, (None, None), others
+    if is_joined:
+        of_both = *of_rows, dy.x, dtype, norm, end
+        return *residual_norm_gradients(drows, None, *of_both), others
+    dx, of_weights = row_norm_gradients(drows, *of_rows, dy.x, norm, end)
+    return Stream(dx), of_weights, others
 
 
 # -- what kernels compute --------------------------------------------------------------------------
@@ -129,11 +166,38 @@ def row_norm(
     from jagged_kernels.common.ops import called
     from jagged_kernels.rows.op import triton_row_norm
 
-    eps, groups, rms = norm
-    if eps is None:  # as in torch
-        eps = torch.finfo(torch.promote_types(x.dtype, weight.dtype)).eps
-    of_norm = weight, bias, dtype, eps, groups, rms, columns, end
-    return called(triton_row_norm, x, *of_norm)
+    numbers = _with_eps(norm, x.dtype, weight)
+    return called(triton_row_norm, x, weight, bias, dtype, *numbers, columns, end)
+
+
+def _with_eps(norm: NormOptions, dtype: torch.dtype, weight: Tensor) -> NormOptions:
+    """The numbers of a norm of rows in this dtype, with the eps that torch takes for None."""
+    if norm.eps is not None:
+        return norm
+    return norm._replace(eps=torch.finfo(torch.promote_types(dtype, weight.dtype)).eps)
+
+
+def residual_norm(
+    x: Tensor,
+    added: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype | None],
+    norm: NormOptions,
+    end: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """x + added; the norm of it in both dtypes, of which the second may be None; and as of
+    `row_norm`. Where the dtypes are equal, both are one tensor."""
+    from jagged_kernels.common.ops import called
+    from jagged_kernels.rows.op import triton_residual_norm
+
+    dtype, second = dtypes
+    copy = None if second == dtype else second
+    numbers = _with_eps(norm, torch.promote_types(x.dtype, added.dtype), weight)
+    given = x, added, weight, bias, dtype, copy, *numbers, end
+    total, y, other, mean, rstd = called(triton_residual_norm, *given)
+    both = other if copy is not None else None if second is None else y
+    return total, y, both, mean, rstd
 
 
 def row_norm_gradients(
@@ -154,6 +218,30 @@ def row_norm_gradients(
     dx, sums = called(triton_row_norm_backward, dy, *of_norm)
     dweight, dbias = sums.to(weight.dtype)
     return dx, (dweight, None if norm.rms else dbias)
+
+
+def residual_norm_gradients(
+    dy: Tensor,
+    added: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+    norm: NormOptions,
+    end: Tensor | None,
+) -> tuple[Stream, tuple[Tensor | None, Tensor | None]]:
+    """`row_norm_gradients` for dy + added. That of x with all that a stream has; its rows in this
+    dtype, which are x itself if it is x's."""
+    from jagged_kernels.common.ops import called
+    from jagged_kernels.rows.op import triton_residual_norm_backward
+
+    copy = None if dtype == x.dtype else dtype
+    given = dy, added, x, mean, rstd, weight, residual, copy, 0.0, norm.rms, end
+    dx, other, (dweight, dbias, sums) = called(triton_residual_norm_backward, *given)
+    of_weights = dweight.to(weight.dtype), None if norm.rms else dbias.to(weight.dtype)
+    return Stream(dx, None, dx if copy is None else other, sums), of_weights
 
 
 def normed_columns_gradients(grads: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ may change between replays of a CUDA graph. p is rounded to a multiple of 2^-21.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,13 +115,9 @@ def _write_norm(tensors: NormForward, norm: tuple[float, int, bool], columns: in
     if x.numel():
         launch = _Launch.of(x.shape[1], norm, x)
         row_norm_fwd_kernel[(cdiv(x.shape[0], launch.config.rows), norm[1])](
-            tensors, x.shape[0], _num_segments(end), *launch.strides,
+            tensors, x.shape[0], 0 if end is None else end.shape[0] - 1, *launch.strides,
             EXTRA=columns, **launch.constants(),
         )  # fmt: skip
-
-
-def _num_segments(end: Tensor | None) -> int:
-    return 0 if end is None else end.shape[0] - 1
 
 
 def _row_norm_backward_fake(dy, x, mean, rstd, weight, residual, eps, rms=False, end=None):
@@ -151,7 +148,7 @@ def triton_row_norm_backward(
         dx `[L, W]` in x's dtype, and `[2, W]` fp32, the gradients of weight and bias.
     """
     dx = x.new_empty(x.shape)
-    tensors = NormBackward(dy, None, x, mean, rstd, weight, residual, end, dx, *[None] * 4)
+    tensors = dy, None, x, mean, rstd, weight, residual, end, dx, None
     return dx, _write_norm_gradients(tensors, eps, rms)
 
 
@@ -186,7 +183,7 @@ def triton_row_norm_packed_backward(
         `[2, W]` fp32, the gradients of weight and bias.
     """
     dy = grads[:, column : column + x.shape[1]]
-    tensors = NormBackward(dy, None, x, mean, rstd, weight, None, None, dy, *[None] * 4)
+    tensors = dy, None, x, mean, rstd, weight, None, None, dy, None
     return _write_norm_gradients(tensors, eps, rms)
 
 
@@ -267,15 +264,17 @@ def triton_residual_norm_backward(
         dy, added, x, mean, rstd, weight, residual, copy, eps, rms
     )
     dx, other, sums = results
-    given = dy, _contiguous(added), x, mean, rstd, weight, residual, end, dx
-    tensors = NormBackward(*given, None if copy is None else other, *[None] * 3)
+    added, copied = _contiguous(added), None if copy is None else other
+    tensors = dy, added, x, mean, rstd, weight, residual, end, dx, copied
     return dx, other, _write_norm_gradients(tensors, eps, rms, len(sums))
 
 
-def _write_norm_gradients(tensors: Any, eps: float, rms: bool, count: int = 2) -> Tensor:
-    """Write dx, which may be dy, and its copy. tensors: NormBackward, without sums. Returns `count`
-    sums: the gradients of weight and bias, and the sum of dx."""
-    dy, _, x, mean, rstd, weight, residual, _, dx, *_ = tensors
+def _write_norm_gradients(
+    tensors: Sequence[Any], eps: float, rms: bool, count: int = 2
+) -> Tensor:
+    """Write dx, which may be dy, and its copy. tensors: those of NormBackward but for the sums.
+    Returns `count` sums: the gradients of weight and bias, and the sum of dx."""
+    dy, added, x, mean, rstd, weight, residual, end, dx, copy = tensors
     rows, width = x.shape
     if dx.numel() == 0:
         return x.new_zeros((count, width), dtype=torch.float32)
@@ -288,13 +287,14 @@ def _write_norm_gradients(tensors: Any, eps: float, rms: bool, count: int = 2) -
         launch = launch.with_warps(RESIDUAL_WARPS)
     programs = launch.programs(rows, groups, x.device)
     sums = _partial_sums(x, programs, rms, count)
-    tensors = tensors._replace(
-        dy=dy, x=x, mean=None if rms else mean, weight=weight.contiguous(), residual=residual,
-        dweight=sums[0], dbias=None if rms else sums[1], total=sums[2] if count > 2 else None,
+    of_kernel = NormBackward(
+        dy, added, x, None if rms else mean, rstd, weight.contiguous(), residual, end, dx, copy,
+        sums[0], None if rms else sums[1], sums[2] if count > 2 else None,
     )  # fmt: skip
     row_norm_bwd_kernel[(programs, groups)](
-        tensors, rows, _num_segments(tensors.end), launch.strides, **launch.constants()
-    )
+        of_kernel, rows, 0 if end is None else end.shape[0] - 1, launch.strides,
+        **launch.constants(),
+    )  # fmt: skip
     return sums.sum(1)
 
 
