@@ -9,8 +9,9 @@ That of each activation adds up the bias' gradient in the same pass.
 
     h = dropout(act(x W₁ᵀ + b₁)),  y = h W₂ᵀ + b₂        a feed-forward network
 
-Its backward computes h again, in the pass that computes dz. ReLU is the GEMM's, and its derivative follows from its result, also
-after dropout, whose gradient is 0 where h is: there is no z, and h is not computed again.
+Its backward computes h again, in the pass that computes dz. ReLU is the GEMM's, and its derivative
+follows from its result, also after dropout, whose gradient is 0 where h is: there is no z, and h is
+not computed again.
 """
 
 from __future__ import annotations
@@ -195,9 +196,8 @@ def feed_forward_gradients(
         return linear_gradients(dy, h, *of_gemm, sums=sums_of_dy)[1:]
 
     if not any(wanted[:3]):
-        # given dy, so that a graph does not keep the forward's
-        h = z if keeps else activated(z, activation, gated, dy)
-        return None, (None, None, *second(h if keeps else dropout_gradient(h, kept, dropout)))
+        h = z if keeps else dropout_gradient(activated(z, activation, gated), kept, dropout)
+        return None, (None, None, *second(h))
     dz = dropout_gradient(product(dy, weight2, z.dtype), kept, dropout)
     if keeps:
         dsecond = second(z)
@@ -217,12 +217,11 @@ def feed_forward_gradients(
 # -- what kernels compute --------------------------------------------------------------------------
 
 
-def activated(z: Tensor, activation: str, gated: bool, after: Tensor | None = None) -> Tensor:
-    """after: not read; see `triton_activation`."""
+def activated(z: Tensor, activation: str, gated: bool) -> Tensor:
     from jagged_kernels.common.ops import called
     from jagged_kernels.rows.activation import triton_activation
 
-    return called(triton_activation, z, activation, gated, after)
+    return called(triton_activation, z, activation, gated)
 
 
 def activation_gradients(

@@ -27,20 +27,17 @@ from .activation_kernels import (
 from .configs import RowsConfig, activation_config
 
 
-def _activation_fake(x, activation, gated=False, after=None):
+def _activation_fake(x, activation, gated=False):
     return x.new_empty((x.shape[0], x.shape[1] // (2 if gated else 1)))
 
 
 @operator("activation", _activation_fake)
-def triton_activation(
-    x: Tensor, activation: str, gated: bool = False, after: Tensor | None = None
-) -> Tensor:
+def triton_activation(x: Tensor, activation: str, gated: bool = False) -> Tensor:
     """The activation of each element, or of a half of the columns times the other half.
 
     Args:
         x: `[L, W]`, fp32, fp16 or bf16, any row stride; gated: `[L, 2 W]`.
         activation: name of a pointwise activation.
-        after: not read, as in `triton_row_norm`.
 
     Returns:
         y `[L, W]` in x's dtype.

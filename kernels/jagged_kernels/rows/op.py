@@ -33,14 +33,7 @@ from ..common.autograd import below_autograd, differentiate, refuse_derivative, 
 from ..common.device import cdiv, contiguous_last_dim, device_properties, row_strides, zeroed_behind
 from ..common.ops import operator
 from ..common.tail import kept_rows
-from .configs import (
-    DROPOUT_WARPS,
-    GATE_BACKWARD,
-    HALVED,
-    RESIDUAL_WARPS,
-    RowsConfig,
-    rows_config,
-)
+from .configs import DROPOUT_WARPS, GATE_BACKWARD, HALVED, RESIDUAL_WARPS, RowsConfig, rows_config
 from .triton_kernels import (
     RANDOM_NUMBERS,
     Gate,
@@ -269,9 +262,7 @@ def triton_residual_norm_backward(
     return dx, other, _write_norm_gradients(tensors, eps, rms, len(sums))
 
 
-def _write_norm_gradients(
-    tensors: Sequence[Any], eps: float, rms: bool, count: int = 2
-) -> Tensor:
+def _write_norm_gradients(tensors: Sequence[Any], eps: float, rms: bool, count: int = 2) -> Tensor:
     """Write dx, which may be dy, and its copy. tensors: those of NormBackward but for the sums.
     Returns `count` sums: the gradients of weight and bias, and the sum of dx."""
     dy, added, x, mean, rstd, weight, residual, end, dx, copy = tensors
