@@ -36,7 +36,7 @@ from .residual_node import Around, Residual, Stream, residual_gradients, with_re
 if TYPE_CHECKING:
     from .encoder import JaggedEncoderLayer
 
-QUERIES = "queries"  # norm_first of SASRec's layers, which are no node
+QUERIES = "queries"  # norm_first of SASRec's layers
 
 
 class EncoderCall(NamedTuple):
@@ -52,8 +52,6 @@ def encoder_dtype(layer: JaggedEncoderLayer, x: Tensor) -> torch.dtype | None:
     parameters; None where these are called."""
     attention, norms = layer.attention, (layer.norm1, layer.norm2)
     if type(attention) is not JaggedGDPA or type(layer.dropout) is not nn.Dropout:
-        return None
-    if layer.norm_first == QUERIES:
         return None
     if any([type(norm) not in (RowNorm, RMSNorm) for norm in norms]):
         return None
@@ -75,11 +73,14 @@ def encoder_node(
         is_wide = torch.is_autocast_enabled(x.device.type) and type(norm) is RowNorm
         result = torch.float32 if is_wide else None  # as autocast's layer norm
         options = NormOptions.of(norm)
-        norm_first = bool(layer.norm_first)
-        return Residual(dtype, options, norm_first, result, of_dropout, columns, is_joined)
+        placed = bool(layer.norm_first), result, of_dropout, columns, is_joined, of_norm
+        return Residual(dtype, options, *placed)
 
-    around = residual(norm1, bias_columns(x, dtype), not layer.norm_first)
-    sides = attention._sides(rows, None, num_targets, dtype)  # pyright: ignore[reportPrivateUsage]
+    of_norm = layer.norm_first == QUERIES
+    context = rows.with_values(x) if of_norm else None  # the node takes x once
+    around = residual(norm1, 0 if of_norm else bias_columns(x, dtype), not layer.norm_first)
+    sides = attention._sides(rows, context, num_targets, dtype)  # pyright: ignore[reportPrivateUsage]
+    sides = sides._replace(context=None)
     *inputs, of_attention = node_arguments(attention, x, norm1, dtype, sides, around)
     linears = layer.linear1, layer.linear2
     parameters = parameters_of(*linears)
@@ -136,9 +137,10 @@ def _network_gradients(
 
     def part(
         dy: Tensor, sums: Tensor | None, of_rows: bool
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    ) -> tuple[Tensor | None, None, tuple[Tensor | None, ...]]:
         wanted = of_rows, *of_network[2:]
-        return feed_forward_gradients(dy, sums, saved, ctx.network, wanted, ctx.dtype)
+        drows, others = feed_forward_gradients(dy, sums, saved, ctx.network, wanted, ctx.dtype)
+        return drows, None, others
 
     needs = of_attention, any(of_network[:2])
     dx, of_norm, others = residual_gradients(dy, around, ctx.network_residual, needs, part)

@@ -247,6 +247,8 @@ def attention_part(
         y, saved = part(rows)
         y = y if end is None else with_zero_tail(y[: ctx.rows], end)
         return Stream(y), [*Around(end), *saved]
+    if call.residual.of_norm:  # keys and values of rows without the norm
+        inputs = inputs._replace(context=inputs.x)
     norm: Any = inputs.norm, inputs.norm_bias
     stream, around, saved = with_residual(Stream(inputs.x), norm, call.residual, end, part)
     return stream, [*around, *saved]
@@ -259,21 +261,26 @@ def attention_part_gradients(
     wanted: Any = NodeInputs(*ctx.needs_input_grad[: len(NodeInputs._fields)])
     around, saved = Around.first_of(saved)
     of_attention, segments = _Saved(*saved[: len(_Saved._fields)]), saved[len(_Saved._fields) :]
-
-    def part(
-        dy: Tensor, sums: Tensor | None, of_rows: bool
-    ) -> tuple[Tensor | None, tuple[Any, ...]]:
-        return _gradients(ctx, (dy, sums), of_attention, list(segments), wanted, of_rows)
-
     if ctx.residual is None:
         (end, *_), h = around, of_attention.h
         grad = gemm_rows(dy.x, end, h.dtype, None if end is None else h.shape[0], False)
-        dx, others = part(grad, None, wanted.x)
+        given = (grad, None), of_attention, list(segments), wanted, wanted.x
+        dx, others = _gradients(ctx, *given)
         return dx, others[0], None, None, *others[1:]
+    if takes_x := ctx.residual.of_norm:
+        wanted = wanted._replace(context=wanted.x)
+
+    def part(
+        dy: Tensor, sums: Tensor | None, of_rows: bool
+    ) -> tuple[Tensor | None, Tensor | None, tuple[Any, ...]]:
+        given = (dy, sums), of_attention, list(segments), wanted, of_rows
+        drows, others = _gradients(ctx, *given)
+        return drows, others[0] if takes_x else None, others
+
     needs = wanted.x, wanted.norm or wanted.norm_bias
     stream, of_norm, others = residual_gradients(dy, around, ctx.residual, needs, part)
     dx = None if stream is None else stream.joined(None)  # its terms are 0 behind the end
-    return dx, others[0], *of_norm, *others[1:]
+    return dx, None if takes_x else others[0], *of_norm, *others[1:]
 
 
 def _attended(

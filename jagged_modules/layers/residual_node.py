@@ -1,6 +1,8 @@
 """The norm and the residual around a part f of a node: an attention, a feed-forward network.
 
     norm_first   y = x + dropout(f(norm(x)))        dx = norm's backward(f's backward(dy)) + dy
+    of_norm      n = norm(x),  y = n + dropout(f(n, x))
+                 dx = norm's backward(f's backward(dy) + dy) + f's backward(dy)
     otherwise    s = x + dropout(f(x)),  y = norm(s)
                  ds = norm's backward(dy),  dx = f's backward(ds) + ds
 
@@ -30,8 +32,8 @@ class Residual(NamedTuple):
     Attributes:
         dtype: of the rows that f takes.
         norm: the norm's numbers.
-        norm_first: see above.
-        result: dtype of a norm behind the residual.
+        norm_first, of_norm: see above; of_norm is norm_first too.
+        result: dtype of a norm that is no operand alone.
         dropout: probability, 0 outside of training.
         columns: behind the rows that f takes, as in `gemm_rows`; 0: none.
         is_joined: another part of the node has its GEMMs before this norm (norm_first), or behind
@@ -45,6 +47,7 @@ class Residual(NamedTuple):
     dropout: float = 0.0
     columns: int = 0
     is_joined: bool = False
+    of_norm: bool = False
 
 
 class Stream(NamedTuple):
@@ -93,23 +96,32 @@ def with_residual(
 ) -> tuple[Stream, Around, S]:
     """y, and what the backwards read, of this and of the part f. stream: x. norm: its weight and
     bias. end: of the rows. part: f, of rows in its dtype."""
-    dtype, options, norm_first, result, dropout, columns, is_joined = residual
-    x, added, given, _ = stream
-    mean = rstd = None
+    dtype, options, norm_first, result, dropout, columns, is_joined, of_norm = residual
+    x, added, rows, _ = stream
+    base = mean = rstd = None
     if not norm_first:
         take = gemm_rows if columns else cleared
-        rows = take(x, end, dtype) if given is None else given
+        rows = take(x, end, dtype) if rows is None else rows
+    elif of_norm:
+        both = result or _wide(x, added), dtype
+        x, base, rows, mean, rstd = residual_norm(x, added, *norm, both, options, end)
     elif added is None:
         rows, mean, rstd = row_norm(x, *norm, dtype, options, columns, end)
     else:
         x, rows, _, mean, rstd = residual_norm(x, added, *norm, (dtype, None), options, end)
+    assert rows is not None
     y, saved = part(rows)
     y, kept = dropped(y, dropout)
     if norm_first:
-        return Stream(x, y), Around(end, x, norm[0], mean, rstd, kept), saved
-    dtypes = result or torch.promote_types(x.dtype, y.dtype), dtype if is_joined else None
+        around = Around(end, x, norm[0], mean, rstd, kept)
+        return Stream(x if base is None else base, y), around, saved
+    dtypes = result or _wide(x, y), dtype if is_joined else None
     x, y, copy, mean, rstd = residual_norm(x, y, *norm, dtypes, options, end)
     return Stream(y, None, copy), Around(end, x, norm[0], mean, rstd, kept), saved
+
+
+def _wide(x: Tensor, added: Tensor | None) -> torch.dtype:
+    return x.dtype if added is None else torch.promote_types(x.dtype, added.dtype)
 
 
 def residual_gradients(
@@ -117,30 +129,36 @@ def residual_gradients(
     around: Around,
     residual: Residual,
     wanted: tuple[bool, bool],
-    part: Callable[[Tensor, Tensor | None, bool], tuple[Tensor | None, S]],
+    part: Callable[[Tensor, Tensor | None, bool], tuple[Tensor | None, Tensor | None, S]],
 ) -> tuple[Stream | None, tuple[Tensor | None, Tensor | None], S]:
     """Gradients of x, of the norm's weight and bias, and of the part's other inputs. wanted:
     whether those of x and of the norm are. None where they are not. part: f's backward, of its
     result's gradient, the sum of the rows of this, or None, and whether the gradient of its rows is
-    wanted. Returns it, and the others."""
+    wanted. Returns it; that of x, if f takes x beside its rows (of_norm), or None; and the
+    others."""
     of_x, of_norm = wanted
-    dtype, norm, norm_first, _, dropout, _, is_joined = residual
+    dtype, norm, norm_first, _, dropout, _, is_joined, is_of_norm = residual
     end, rows, weight, mean, rstd, kept = around
     of_rows = rows, weight, mean, rstd
 
-    def of_part(grad: Tensor, sums: Tensor | None, of_rows: bool) -> tuple[Tensor | None, S]:
+    def of_part(
+        grad: Tensor, sums: Tensor | None, of_rows: bool
+    ) -> tuple[Tensor | None, Tensor | None, S]:
         grad = dropout_gradient(grad, kept, dropout)
         return part(grad, sums if kept is None else None, of_rows)
 
     if not norm_first:
         ds, of_weights = residual_norm_gradients(*dy[:2], *of_rows, None, dtype, norm, end)
         assert ds.rows is not None
-        drows, others = of_part(ds.rows, ds.sums, of_x)
+        drows, _, others = of_part(ds.rows, ds.sums, of_x)
         return None if drows is None else Stream(ds.x, drows), of_weights, others
     grad = cleared(dy.x, end, dtype) if dy.rows is None else dy.rows
-    drows, others = of_part(grad, dy.sums, of_x or of_norm)
+    drows, beside, others = of_part(grad, dy.sums, of_x or of_norm)
     if drows is None:
         return None, (None, None), others
+    if is_of_norm:
+        of_sum = *of_rows, beside, dtype if is_joined else rows.dtype, norm, end
+        return *residual_norm_gradients(dy.x, drows, *of_sum), others
     if is_joined:
         of_both = *of_rows, dy.x, dtype, norm, end
         return *residual_norm_gradients(drows, None, *of_both), others
@@ -179,25 +197,25 @@ def _with_eps(norm: NormOptions, dtype: torch.dtype, weight: Tensor) -> NormOpti
 
 def residual_norm(
     x: Tensor,
-    added: Tensor,
+    added: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     dtypes: tuple[torch.dtype, torch.dtype | None],
     norm: NormOptions,
     end: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """x + added; the norm of it in both dtypes, of which the second may be None; and as of
-    `row_norm`. Where the dtypes are equal, both are one tensor."""
+    """x + added, or x itself; the norm of it in both dtypes, of which the second may be None; and
+    as of `row_norm`. Where the dtypes are equal, both are one tensor."""
     from jagged_kernels.common.ops import called
     from jagged_kernels.rows.op import triton_residual_norm
 
     dtype, second = dtypes
     copy = None if second == dtype else second
-    numbers = _with_eps(norm, torch.promote_types(x.dtype, added.dtype), weight)
+    numbers = _with_eps(norm, _wide(x, added), weight)
     given = x, added, weight, bias, dtype, copy, *numbers, end
     total, y, other, mean, rstd = called(triton_residual_norm, *given)
     both = other if copy is not None else None if second is None else y
-    return total, y, both, mean, rstd
+    return x if added is None else total, y, both, mean, rstd
 
 
 def row_norm_gradients(

@@ -88,7 +88,7 @@ def row_norm_gradients(dy, x, weight, mean, rstd, residual, norm, end):
 
 
 def residual_norm(x, added, weight, bias, dtypes, norm, end):
-    total, (dtype, second) = cleared(x + added, end), dtypes
+    total, (dtype, second) = cleared(x if added is None else x + added, end), dtypes
     y, mean, rstd = row_norm(total, weight, bias, dtype, norm, end=end)
     return total, y, None if second is None else y.to(second), mean, rstd
 
@@ -292,6 +292,8 @@ CASES = {
     "swiglu": lambda: Case(lambda: jm.JaggedMLP([WIDTH, 7, 5], "swiglu")),
     "encoder-first": lambda: Case(encoder(True, "layer", "swiglu", mask=CAUSAL)),
     "encoder-behind": lambda: Case(encoder(False, "layer", "gelu"), num_targets=TARGETS),
+    "encoder-queries": lambda: Case(encoder("queries", "layer", "gelu"), num_targets=TARGETS),
+    "encoder-queries-rms": lambda: Case(encoder("queries", "rms", "relu", mask=CAUSAL)),
 }
 CASES |= {
     f"encoder-{norm_first}-{norm}-{activation}": lambda options=(norm_first, norm, activation): (

@@ -181,7 +181,8 @@ def triton_row_norm_packed_backward(
 
 
 def _residual_norm_fake(x, added, weight, bias, dtype, copy, eps, groups=1, rms=False, end=None):
-    total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, added.dtype))
+    wide = x.dtype if added is None else torch.promote_types(x.dtype, added.dtype)
+    total = x.new_empty(0 if added is None else x.shape, dtype=wide)
     other = x.new_empty(0 if copy is None else x.shape, dtype=copy)
     return total, x.new_empty(x.shape, dtype=dtype), other, *_statistics_fake(x, groups, rms)
 
@@ -189,7 +190,7 @@ def _residual_norm_fake(x, added, weight, bias, dtype, copy, eps, groups=1, rms=
 @operator("row_norm_residual", _residual_norm_fake)
 def triton_residual_norm(
     x: Tensor,
-    added: Tensor,
+    added: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
@@ -202,19 +203,21 @@ def triton_residual_norm(
     """x + added, in the wider of their dtypes, and `triton_row_norm` of it.
 
     Args:
-        added: `[L, W]`, fp32, fp16 or bf16. The others are those of `triton_row_norm`.
+        added: `[L, W]`, fp32, fp16 or bf16; None: nothing is added. The others are those of
+            `triton_row_norm`.
         copy: a second dtype of the norm, or None.
 
     Returns:
-        The sum `[L, W]`, y `[L, W]`, y in the second dtype, or `[0]`; mean and rstd.
+        The sum `[L, W]`, or `[0]` if nothing is added; y `[L, W]`; y in the second dtype, or `[0]`;
+        mean and rstd.
     """
-    x, added, weight = contiguous_last_dim(x), added.contiguous(), weight.contiguous()
+    x, added, weight = contiguous_last_dim(x), _contiguous(added), weight.contiguous()
     norm = eps, groups, rms
     results = _residual_norm_fake(x, added, weight, bias, dtype, copy, *norm)
     total, y, other, mean, rstd = results
     tensors = NormForward(
-        x, added, weight, _contiguous(bias), end, total, y, None if copy is None else other,
-        None if rms else mean, rstd,
+        x, added, weight, _contiguous(bias), end, None if added is None else total, y,
+        None if copy is None else other, None if rms else mean, rstd,
     )  # fmt: skip
     _write_norm(tensors, norm)
     return results

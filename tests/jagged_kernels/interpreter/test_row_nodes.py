@@ -31,12 +31,13 @@ LAYERS = {
     ),
     "encoder-behind": lambda: jm.JaggedEncoderLayer(WIDTH, 3, 40, activation="gelu"),
     "encoder-relu": lambda: jm.JaggedEncoderLayer(WIDTH, 3, 40, norm_first=True),
+    "encoder-queries": lambda: jm.JaggedEncoderLayer(WIDTH, 3, 40, norm_first="queries"),
     "encoder-rms": lambda: jm.JaggedEncoderLayer(WIDTH, 3, 40, norm="rms"),
 }
 
 
 # the last ones: others have norms of queries and keys, SwiGLU, and these norms and places of them
-@slow_after(7, "name", sorted(LAYERS, key=("qk-norm", "swiglu", "encoder-rms").__contains__))
+@slow_after(8, "name", sorted(LAYERS, key=("qk-norm", "swiglu", "encoder-rms").__contains__))
 def test_equals_the_modules(monkeypatch, offsets, name):
     """In fp32, also in a graph, which does not know the end of the rows."""
     layer = LAYERS[name]()
