@@ -388,6 +388,7 @@ FROZEN = [
     "swiglu",
     "encoder-first",
     "encoder-behind",
+    "encoder-queries",
     "encoder-False-rms-relu",
 ]
 
@@ -409,7 +410,7 @@ def test_what_is_frozen_gets_no_gradient(nodes, name):
 @pytest.mark.parametrize(
     "name",
     ["block", "seeds", "rotary", "candidates", "self-candidates", "mlp", "relu"]
-    + ["encoder-first", "encoder-behind", "encoder-False-rms-relu"],
+    + ["encoder-first", "encoder-behind", "encoder-queries", "encoder-False-rms-relu"],
 )
 def test_checkpoints_retained_graphs_and_no_gradients(nodes, name):
     case = CASES[name]()
@@ -454,6 +455,7 @@ class Projections(TorchDispatchMode):
         ("self-candidates", 2),
         ("encoder-first", 1),
         ("encoder-behind", 3),
+        ("encoder-queries", 2),
     ],
 )
 def test_without_gradients_projections_are_free_before_that_of_the_output(nodes, name, count):
@@ -527,7 +529,9 @@ def test_dropout(nodes, activation, probability):
 
 
 @pytest.mark.parametrize("probability", [0.3, 1.0])
-@pytest.mark.parametrize("name", ["encoder-first", "encoder-behind", "encoder-False-rms-relu"])
+@pytest.mark.parametrize(
+    "name", ["encoder-first", "encoder-behind", "encoder-queries", "encoder-False-rms-relu"]
+)
 def test_dropout_of_an_encoder(nodes, name, probability):
     """The gradient is the derivative for the elements that are kept: the same for a seed."""
     case = CASES[name]()
