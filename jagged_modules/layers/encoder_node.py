@@ -123,7 +123,8 @@ def _network(
     def part(rows: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         return feed_forward(rows, inputs[2:], call.network, trains)
 
-    y, around, saved = with_residual(x, (inputs[0], inputs[1]), call.residual, end, part)
+    norm = inputs[0], inputs[1]
+    y, around, saved = with_residual(x, norm, call.residual, end, trains, part)
     return y, [*around, *saved]
 
 

@@ -250,7 +250,8 @@ def attention_part(
     if call.residual.of_norm:  # keys and values of rows without the norm
         inputs = inputs._replace(context=inputs.x)
     norm: Any = inputs.norm, inputs.norm_bias
-    stream, around, saved = with_residual(Stream(inputs.x), norm, call.residual, end, part)
+    given = Stream(inputs.x), norm, call.residual, end, any(ctx.needs_input_grad)
+    stream, around, saved = with_residual(*given, part)
     return stream, [*around, *saved]
 
 

@@ -92,10 +92,11 @@ def with_residual(
     norm: tuple[Tensor, Tensor | None],
     residual: Residual,
     end: Tensor | None,
+    trains: bool,
     part: Callable[[Tensor], tuple[Tensor, S]],
 ) -> tuple[Stream, Around, S]:
     """y, and what the backwards read, of this and of the part f. stream: x. norm: its weight and
-    bias. end: of the rows. part: f, of rows in its dtype."""
+    bias. end: of the rows. trains: whether a backward follows. part: f, of rows in its dtype."""
     dtype, options, norm_first, result, dropout, columns, is_joined, of_norm = residual
     x, added, rows, _ = stream
     base = mean = rstd = None
@@ -104,7 +105,7 @@ def with_residual(
         rows = take(x, end, dtype) if rows is None else rows
     elif of_norm:
         both = result or _wide(x, added), dtype
-        x, base, rows, mean, rstd = residual_norm(x, added, *norm, both, options, end)
+        x, base, rows, mean, rstd = residual_norm(x, added, *norm, both, options, end, trains)
     elif added is None:
         rows, mean, rstd = row_norm(x, *norm, dtype, options, columns, end)
     else:
@@ -116,7 +117,7 @@ def with_residual(
         around = Around(end, x, norm[0], mean, rstd, kept)
         return Stream(x if base is None else base, y), around, saved
     dtypes = result or _wide(x, y), dtype if is_joined else None
-    x, y, copy, mean, rstd = residual_norm(x, y, *norm, dtypes, options, end)
+    x, y, copy, mean, rstd = residual_norm(x, y, *norm, dtypes, options, end, trains)
     return Stream(y, None, copy), Around(end, x, norm[0], mean, rstd, kept), saved
 
 
@@ -203,16 +204,18 @@ def residual_norm(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     norm: NormOptions,
     end: Tensor | None,
+    has_sum: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """x + added, or x itself; the norm of it in both dtypes, of which the second may be None; and
-    as of `row_norm`. Where the dtypes are equal, both are one tensor."""
+    """x + added, which may be `[0]` without has_sum, or x itself; the norm of it in both dtypes, of
+    which the second may be None; and as of `row_norm`. Where the dtypes are equal, both are one
+    tensor."""
     from jagged_kernels.common.ops import called
     from jagged_kernels.rows.op import triton_residual_norm
 
     dtype, second = dtypes
     copy = None if second == dtype else second
     numbers = _with_eps(norm, _wide(x, added), weight)
-    given = x, added, weight, bias, dtype, copy, *numbers, end
+    given = x, added, weight, bias, dtype, copy, *numbers, end, has_sum
     total, y, other, mean, rstd = called(triton_residual_norm, *given)
     both = other if copy is not None else None if second is None else y
     return x if added is None else total, y, both, mean, rstd

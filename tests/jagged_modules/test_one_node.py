@@ -87,9 +87,11 @@ def row_norm_gradients(dy, x, weight, mean, rstd, residual, norm, end):
     return dx, ((dy * xhat.flatten(1)).sum(0), None if norm.rms else dy.sum(0))
 
 
-def residual_norm(x, added, weight, bias, dtypes, norm, end):
+def residual_norm(x, added, weight, bias, dtypes, norm, end, has_sum=True):
     total, (dtype, second) = cleared(x if added is None else x + added, end), dtypes
     y, mean, rstd = row_norm(total, weight, bias, dtype, norm, end=end)
+    if added is not None and not has_sum:
+        total = torch.full_like(total, torch.nan)
     return total, y, None if second is None else y.to(second), mean, rstd
 
 

@@ -180,9 +180,12 @@ def triton_row_norm_packed_backward(
     return _write_norm_gradients(tensors, eps, rms)
 
 
-def _residual_norm_fake(x, added, weight, bias, dtype, copy, eps, groups=1, rms=False, end=None):
+def _residual_norm_fake(
+    x, added, weight, bias, dtype, copy, eps, groups=1, rms=False, end=None, has_sum=True
+):
     wide = x.dtype if added is None else torch.promote_types(x.dtype, added.dtype)
-    total = x.new_empty(0 if added is None else x.shape, dtype=wide)
+    has_sum = added is not None and (has_sum or wide != torch.float32)
+    total = x.new_empty(x.shape if has_sum else 0, dtype=wide)
     other = x.new_empty(0 if copy is None else x.shape, dtype=copy)
     return total, x.new_empty(x.shape, dtype=dtype), other, *_statistics_fake(x, groups, rms)
 
@@ -199,6 +202,7 @@ def triton_residual_norm(
     groups: int = 1,
     rms: bool = False,
     end: Tensor | None = None,
+    has_sum: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x + added, in the wider of their dtypes, and `triton_row_norm` of it.
 
@@ -206,17 +210,18 @@ def triton_residual_norm(
         added: `[L, W]`, fp32, fp16 or bf16; None: nothing is added. The others are those of
             `triton_row_norm`.
         copy: a second dtype of the norm, or None.
+        has_sum: False: the sum is not written, unless the norm is of its rounding to 16 bits.
 
     Returns:
-        The sum `[L, W]`, or `[0]` if nothing is added; y `[L, W]`; y in the second dtype, or `[0]`;
-        mean and rstd.
+        The sum `[L, W]`, or `[0]` if it is not written or nothing is added; y `[L, W]`; y in the
+        second dtype, or `[0]`; mean and rstd.
     """
     x, added, weight = contiguous_last_dim(x), _contiguous(added), weight.contiguous()
     norm = eps, groups, rms
-    results = _residual_norm_fake(x, added, weight, bias, dtype, copy, *norm)
+    results = _residual_norm_fake(x, added, weight, bias, dtype, copy, *norm, end, has_sum)
     total, y, other, mean, rstd = results
     tensors = NormForward(
-        x, added, weight, _contiguous(bias), end, None if added is None else total, y,
+        x, added, weight, _contiguous(bias), end, total if total.dim() == 2 else None, y,
         None if copy is None else other, None if rms else mean, rstd,
     )  # fmt: skip
     _write_norm(tensors, norm)

@@ -29,8 +29,8 @@ class Options(NamedTuple):
 
 
 class NormForward(NamedTuple):
-    """Operands and results of `row_norm_fwd_kernel`. added and total, bias, end, mean and copy may
-    be None."""
+    """Operands and results of `row_norm_fwd_kernel`. added, bias, end, total, copy and mean may be
+    None."""
 
     x: tl.tensor
     added: tl.tensor
@@ -198,10 +198,10 @@ def row_norm_fwd_kernel(
     tensors, num_rows, num_segments, stride_x, EXTRA: tl.constexpr, OPTIONS: tl.constexpr
 ):
     """y = norm(x) · weight + bias, y again in copy's dtype, and the statistics of each row and
-    group; y = 0 in rows behind the end. With added, x + added, rounded to total's dtype, is written
-    there and takes the place of x. tensors: NormForward. The stride is in units of `align` elements
-    (see `aligned_strides`); all but x are contiguous, y with EXTRA columns behind its own.
-    Grid: tiles, groups."""
+    group; y = 0 in rows behind the end. With added, x + added takes the place of x; with total, it
+    is written there, and rounded to its dtype. tensors: NormForward. The stride is in units of
+    `align` elements (see `aligned_strides`); all but x are contiguous, y with EXTRA columns behind
+    its own. Grid: tiles, groups."""
     DIM: tl.constexpr = OPTIONS.dim
     ALIGN: tl.constexpr = OPTIONS.align
     tile = _tile(tl.program_id(0), num_rows, OPTIONS)
@@ -210,8 +210,9 @@ def row_norm_fwd_kernel(
     x = _load(tensors.x, stride_x * ALIGN, read, first)
     if tensors.added is not None:
         x += _load(tensors.added, width, read, first)
-        x = x.to(tensors.total.dtype.element_ty).to(tl.float32)
-        _store(tensors.total, width, tile, first, x)
+        if tensors.total is not None:
+            x = x.to(tensors.total.dtype.element_ty).to(tl.float32)
+            _store(tensors.total, width, tile, first, x)
     mean, rstd = _statistics(x, read, OPTIONS)
     y = (x - mean[:, None]) * rstd[:, None]
     y *= _of_columns(tensors.weight, tile, first, DIM)[None, :]
