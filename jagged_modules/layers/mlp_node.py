@@ -29,6 +29,7 @@ from .one_node import (
     LinearGradients,
     cast,
     dropout_gradient,
+    dropout_scale,
     dropped,
     linear,
     linear_gradients,
@@ -198,14 +199,13 @@ def feed_forward_gradients(
     if not any(wanted[:3]):
         h = z if keeps else dropout_gradient(activated(z, activation, gated), kept, dropout)
         return None, (None, None, *second(h))
-    dz = dropout_gradient(product(dy, weight2, z.dtype), kept, dropout)
+    dz, scale = product(dy, weight2, z.dtype), dropout_scale(kept, dropout)
     if keeps:
         dsecond = second(z)
-        dz, sums = activation_gradients(dz, z, activation, gated, None)
+        dz, sums = activation_gradients(dz, z, activation, gated, None, scale)
         release(z)
     else:
-        h, dz, sums = activated_again(dz, z, activation, gated)
-        h = dropout_gradient(h, kept, dropout)
+        h, dz, sums = activated_again(dz, z, activation, gated, kept, scale)
         dsecond = second(h)
         del h
     of_first = weight1, [*wanted[:2], False], rows.dtype, dtype, True
@@ -225,22 +225,23 @@ def activated(z: Tensor, activation: str, gated: bool) -> Tensor:
 
 
 def activation_gradients(
-    dy: Tensor, z: Tensor, activation: str, gated: bool, end: Tensor | None
+    dy: Tensor, z: Tensor, activation: str, gated: bool, end: Tensor | None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Of z, 0 from end[-1] on, and its sum over rows."""
+    """Of z, 0 from end[-1] on, and its sum over rows, for dy · scale."""
     from jagged_kernels.common.ops import called
     from jagged_kernels.rows.activation import triton_activation_backward
 
-    return called(triton_activation_backward, dy, z, activation, gated, end)
+    return called(triton_activation_backward, dy, z, activation, gated, end, scale)
 
 
 def activated_again(
-    dy: Tensor, z: Tensor, activation: str, gated: bool
+    dy: Tensor, z: Tensor, activation: str, gated: bool, kept: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The activation of z, which replaces dy, the gradient of z, which replaces z unless another
-    backward reads it, and the sum of the latter's rows."""
+    """The activation of z with dropout, which replaces dy, the gradient of z, which replaces z
+    unless another backward reads it, and the sum of the latter's rows. kept, scale: of dropout."""
     from jagged_kernels.common.ops import called
     from jagged_kernels.rows.activation import triton_activation_again_backward
 
     dz = z if is_last_backward() else dy.new_empty(z.shape)
-    return dy, dz, called(triton_activation_again_backward, dy, z, dz, activation, gated)
+    given = dy, z, dz, activation, gated, kept, scale
+    return dy, dz, called(triton_activation_again_backward, *given)

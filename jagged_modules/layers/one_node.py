@@ -109,8 +109,15 @@ def dropout_gradient(dx: Tensor, kept: Tensor | None, probability: float) -> Ten
     """The gradient of the input of `dropped`."""
     if kept is None:
         return dx
-    scale = 0.0 if probability == 1 else 1 / (1 - probability)
+    scale = dropout_scale(kept, probability)
     return torch.ops.aten.native_dropout_backward(dx, kept, scale)
+
+
+def dropout_scale(kept: Tensor | None, probability: float) -> float:
+    """The factor of what `dropped` keeps."""
+    if kept is None:
+        return 1.0
+    return 0.0 if probability == 1 else 1 / (1 - probability)
 
 
 def bias_columns(x: Tensor, dtype: torch.dtype) -> int:

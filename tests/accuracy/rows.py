@@ -90,15 +90,21 @@ def gate_linear_backward(
     return bounds if bias is None else bounds | dict(dbias=dnormed.sum(0))
 
 
-def activation(x: Tensor, dy: Tensor, name: str, gated: bool) -> Bounds:
+def activation(
+    x: Tensor, dy: Tensor, name: str, gated: bool, factors: Tensor | None = None
+) -> Bounds:
     """Bounds of act(x), or of act(x₁) · x₂ with `gated`, and for its gradient dy of "dx" and of
-    "sums", of its rows."""
+    "sums", of its rows. factors: of dropout behind it."""
     width, grad = dy.shape[1], Bound.exact(dy)
+    if factors is not None:
+        grad = grad * Bound.exact(factors)
     act, dact = activated(Bound.exact(x[:, :width]), name)
     dx, y = grad * dact, act
     if gated:
         gate = Bound.exact(x[:, width:])
         y, dx = act * gate, _joined(grad * gate * dact, grad * act)
+    if factors is not None:
+        y = y * Bound.exact(factors)
     return dict(out=y.rounded(x.dtype), dx=dx.rounded(x.dtype), sums=dx.sum(0))
 
 

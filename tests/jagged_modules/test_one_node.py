@@ -114,17 +114,18 @@ def activated(z, activation, gated):
     return swiglu(z) if gated else POINTWISE[activation].function(z)
 
 
-def activation_gradients(dy, z, activation, gated, end):
+def activation_gradients(dy, z, activation, gated, end, scale=1.0):
     dy, z = cleared(dy, end), cleared(z, end)
     with torch.enable_grad():
         z = z.detach().requires_grad_()
-        (dz,) = torch.autograd.grad(activated(z, activation, gated), z, dy)
+        (dz,) = torch.autograd.grad(activated(z, activation, gated), z, dy * scale)
     return dz, dz.sum(0)
 
 
-def activated_again(dy, z, activation, gated):
-    dz, sums = activation_gradients(dy, z, activation, gated, None)
-    y = activated(z, activation, gated)
+def activated_again(dy, z, activation, gated, kept, scale):
+    factor = scale if kept is None else kept * scale
+    dz, sums = activation_gradients(dy * factor, z, activation, gated, None)
+    y = activated(z, activation, gated) * factor
     if is_last_backward():
         dz = z.copy_(dz)
     return dy.copy_(y), dz, sums

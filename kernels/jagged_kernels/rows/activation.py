@@ -53,13 +53,18 @@ def triton_activation(x: Tensor, activation: str, gated: bool = False) -> Tensor
     return y
 
 
-def _activation_backward_fake(dy, x, activation, gated=False, end=None):
+def _activation_backward_fake(dy, x, activation, gated=False, end=None, scale=1.0):
     return x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=torch.float32)
 
 
 @operator("activation_backward", _activation_backward_fake)
 def triton_activation_backward(
-    dy: Tensor, x: Tensor, activation: str, gated: bool = False, end: Tensor | None = None
+    dy: Tensor,
+    x: Tensor,
+    activation: str,
+    gated: bool = False,
+    end: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Gradient of `triton_activation`, and the sums of its columns.
 
@@ -67,36 +72,47 @@ def triton_activation_backward(
         dy: `[L, W]`, gradient of y. x, activation, gated: the forward's.
         end: integers `[B + 1]`: rows from the last one on are not read and give 0. None: all are
             rows.
+        scale: of dy. ReLU's derivative at its result is 0 where dropout drops it, so that it is
+            what the gradient of dropout needs.
 
     Returns:
         dx in x's shape and dtype, and its sums over rows, fp32.
     """
     dx = x.new_empty(x.shape)
-    return dx, _write_gradients(dy, x, dx, activation, gated, end)
+    return dx, _write_gradients(dy, x, dx, activation, gated, (None, scale), end)
 
 
-def _again_fake(dy, x, dx, activation, gated=False):
+def _again_fake(dy, x, dx, activation, gated=False, kept=None, scale=1.0):
     return x.new_empty(x.shape[1], dtype=torch.float32)
 
 
 @operator(
     "activation_again_backward",
     _again_fake,
-    "(Tensor(a!) dy, Tensor x, Tensor(b!) dx, str activation, bool gated=False) -> Tensor",
+    "(Tensor(a!) dy, Tensor x, Tensor(b!) dx, str activation, bool gated=False,"
+    " Tensor? kept=None, float scale=1.0) -> Tensor",
 )
 def triton_activation_again_backward(
-    dy: Tensor, x: Tensor, dx: Tensor, activation: str, gated: bool = False
+    dy: Tensor,
+    x: Tensor,
+    dx: Tensor,
+    activation: str,
+    gated: bool = False,
+    kept: Tensor | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
     """`triton_activation_backward` and `triton_activation` in one pass: y replaces dy.
 
     Args:
         dy: `[L, W]`, any row stride. x, activation, gated: the forward's.
         dx: of x's shape and dtype, for the gradient; may be x.
+        kept, scale: of dropout behind the activation, whose result replaces dy: bools `[L, W]`,
+            and the factor of what is kept.
 
     Returns:
         The sums of dx over rows, fp32.
     """
-    return _write_gradients(dy, x, dx, activation, gated, None, again=True)
+    return _write_gradients(dy, x, dx, activation, gated, (kept, scale), again=True)
 
 
 def _write_gradients(
@@ -105,24 +121,28 @@ def _write_gradients(
     dx: Tensor,
     activation: str,
     gated: bool,
-    end: Tensor | None,
+    dropout: tuple[Tensor | None, float],
+    end: Tensor | None = None,
     again: bool = False,
 ) -> Tensor:
-    """Write dx, and y to dy if `again`. Returns the sums of dx."""
+    """Write dx, and y to dy if `again`. dropout: kept and scale. Returns the sums of dx."""
     rows, columns = x.shape
     if dx.numel() == 0:
         return x.new_zeros(columns, dtype=torch.float32)
     if not again:
         dy, x = contiguous_last_dim(dy), contiguous_last_dim(x)
     options, config, strides = _options(dy.shape[1], gated, dy, x, dx)
+    kept, scale = dropout
+    options = options._replace(again=again, scaled=kept is not None or scale != 1)
+    kept = None if kept is None else kept.contiguous().view(torch.uint8)
     blocks = cdiv(dy.shape[1], config.block)
     most = config.programs_per_sm * device_properties(x.device).num_sms
     programs = min(cdiv(rows, config.rows), max(1, most // blocks))
     sums = x.new_empty((programs, columns), dtype=torch.float32)
     activation_bwd_kernel[(programs, blocks)](
-        ActivationBackward(dy, x, end, dx, sums), rows, 0 if end is None else len(end) - 1,
-        strides,
-        ACTIVATION=activation_function(activation, False), OPTIONS=options._replace(again=again),
+        ActivationBackward(dy, x, kept, end, dx, sums), rows, 0 if end is None else len(end) - 1,
+        scale, strides,
+        ACTIVATION=activation_function(activation, False), OPTIONS=options,
         num_warps=config.num_warps,
     )  # fmt: skip
     return sums.sum(0)

@@ -113,8 +113,8 @@ def compile_activation(
     capability, kernel, dtype, width, name="silu", gated=True, align=8, again=False
 ):
     config, of_options = activation_config(width), activations.ActivationOptions
-    options = of_options(width, gated, align, config.rows, config.block, again)
-    types = dict(sums="*fp32", end="*i64")
+    options = of_options(width, gated, align, config.rows, config.block, again, again)
+    types = dict(sums="*fp32", end="*i64", kept="*u8" if again else "constexpr")
 
     def type_of(arg):
         if arg == "tensors":
@@ -122,6 +122,8 @@ def compile_activation(
             return tensors(*(types.get(field, f"*{dtype}") for field in tensors._fields))
         if arg == "strides":
             return ("i32",) * (3 if kernel is activations.activation_bwd_kernel else 2)
+        if arg == "scale":
+            return "fp32"
         return f"*{dtype}" if arg.endswith("_ptr") else None
 
     constants = dict(ACTIVATION=activation_function(name, False), OPTIONS=options)
