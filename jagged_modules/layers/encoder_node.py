@@ -105,7 +105,8 @@ class _Node(torch.autograd.Function):
         around, saved = Around.first_of(ctx.saved_tensors)
         count = len(SavedFeedForward._fields)
         network, of_attention = SavedFeedForward(*saved[:count]), saved[count:]
-        dx, of_network = _network_gradients(ctx, Stream(dy), around, network)
+        kept = Around.first_of(of_attention)[0].kept
+        dx, of_network = _network_gradients(ctx, Stream(dy), around, network, kept)
         count = len(NodeInputs._fields)
         if dx is None:
             return *[None] * count, *of_network, None
@@ -129,9 +130,9 @@ def _network(
 
 
 def _network_gradients(
-    ctx: Any, dy: Stream, around: Around, saved: SavedFeedForward
+    ctx: Any, dy: Stream, around: Around, saved: SavedFeedForward, kept: Tensor | None
 ) -> tuple[Stream | None, tuple[Tensor | None, ...]]:
-    """Of the attention's result and of the inputs of `_network`."""
+    """Of the attention's result, of which dropout kept this, and of the inputs of `_network`."""
     count = len(NodeInputs._fields)
     of_attention = any(ctx.needs_input_grad[:count])
     of_network = ctx.needs_input_grad[count:-1]  # as inputs of `_network`
@@ -144,5 +145,6 @@ def _network_gradients(
         return drows, None, others
 
     needs = of_attention, any(of_network[:2])
-    dx, of_norm, others = residual_gradients(dy, around, ctx.network_residual, needs, part)
+    given = around, ctx.network_residual, needs, part, kept
+    dx, of_norm, others = residual_gradients(dy, *given)
     return dx, (*of_norm, *others)

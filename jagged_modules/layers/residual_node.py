@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..functional.tail import cleared, residual_sum
 from .norms import NormOptions
-from .one_node import dropout_gradient, dropped, gemm_rows
+from .one_node import dropout_gradient, dropout_scale, dropped, gemm_rows
 
 S = TypeVar("S")
 
@@ -55,7 +55,8 @@ class Stream(NamedTuple):
 
     Attributes:
         added: None if x is all.
-        rows: x in the dtype of the GEMMs; None if it was not made.
+        rows: x in the dtype of the GEMMs; of a gradient, that of what dropout gave x. None if it
+            was not made.
         sums: of a gradient's rows, `[E]` fp32, or None.
     """
 
@@ -131,40 +132,38 @@ def residual_gradients(
     residual: Residual,
     wanted: tuple[bool, bool],
     part: Callable[[Tensor, Tensor | None, bool], tuple[Tensor | None, Tensor | None, S]],
+    kept_before: Tensor | None = None,
 ) -> tuple[Stream | None, tuple[Tensor | None, Tensor | None], S]:
     """Gradients of x, of the norm's weight and bias, and of the part's other inputs. wanted:
     whether those of x and of the norm are. None where they are not. part: f's backward, of its
     result's gradient, the sum of the rows of this, or None, and whether the gradient of its rows is
     wanted. Returns it; that of x, if f takes x beside its rows (of_norm), or None; and the
-    others."""
+    others. kept_before: what dropout kept of a part before, with the same probability."""
     of_x, of_norm = wanted
     dtype, norm, norm_first, _, dropout, _, is_joined, is_of_norm = residual
     end, rows, weight, mean, rstd, kept = around
     of_rows = rows, weight, mean, rstd
-
-    def of_part(
-        grad: Tensor, sums: Tensor | None, of_rows: bool
-    ) -> tuple[Tensor | None, Tensor | None, S]:
-        grad = dropout_gradient(grad, kept, dropout)
-        return part(grad, sums if kept is None else None, of_rows)
-
     if not norm_first:
-        ds, of_weights = residual_norm_gradients(*dy[:2], *of_rows, None, dtype, norm, end)
+        own = kept, dropout
+        ds, of_weights = residual_norm_gradients(*dy[:2], *of_rows, None, dtype, norm, end, own)
         assert ds.rows is not None
-        drows, _, others = of_part(ds.rows, ds.sums, of_x)
+        drows, _, others = part(ds.rows, ds.sums, of_x)
         return None if drows is None else Stream(ds.x, drows), of_weights, others
-    grad = cleared(dy.x, end, dtype) if dy.rows is None else dy.rows
-    drows, beside, others = of_part(grad, dy.sums, of_x or of_norm)
+    grad = dy.rows
+    if grad is None:
+        grad = dropout_gradient(cleared(dy.x, end, dtype), kept, dropout)
+    drows, beside, others = part(grad, dy.sums, of_x or of_norm)
     if drows is None:
         return None, (None, None), others
-    if is_of_norm:
-        of_sum = *of_rows, beside, dtype if is_joined else rows.dtype, norm, end
-        return *residual_norm_gradients(dy.x, drows, *of_sum), others
-    if is_joined:
-        of_both = *of_rows, dy.x, dtype, norm, end
-        return *residual_norm_gradients(drows, None, *of_both), others
-    dx, of_weights = row_norm_gradients(drows, *of_rows, dy.x, norm, end)
-    return Stream(dx), of_weights, others
+    if not (is_joined or is_of_norm):
+        dx, of_weights = row_norm_gradients(drows, *of_rows, dy.x, norm, end)
+        return Stream(dx), of_weights, others
+    dn, added, residual_gradient = (dy.x, drows, beside) if is_of_norm else (drows, None, dy.x)
+    second, before = dtype if is_joined else rows.dtype, (kept_before, dropout)
+    stream, of_weights = residual_norm_gradients(
+        dn, added, *of_rows, residual_gradient, second, norm, end, before
+    )
+    return stream, of_weights, others
 
 
 # -- what kernels compute --------------------------------------------------------------------------
@@ -252,14 +251,17 @@ def residual_norm_gradients(
     dtype: torch.dtype,
     norm: NormOptions,
     end: Tensor | None,
+    dropout: tuple[Tensor | None, float],
 ) -> tuple[Stream, tuple[Tensor | None, Tensor | None]]:
     """`row_norm_gradients` for dy + added. That of x with all that a stream has; its rows in this
-    dtype, which are x itself if it is x's."""
+    dtype, which are x itself if it is x's and nothing was dropped. dropout: what it kept, and its
+    probability."""
     from jagged_kernels.common.ops import called
     from jagged_kernels.rows.op import triton_residual_norm_backward
 
-    copy = None if dtype == x.dtype else dtype
-    given = dy, added, x, mean, rstd, weight, residual, copy, 0.0, norm.rms, end
+    kept, scale = dropout[0], dropout_scale(*dropout)
+    copy = None if dtype == x.dtype and kept is None else dtype
+    given = dy, added, x, mean, rstd, weight, residual, copy, 0.0, norm.rms, end, kept, scale
     dx, other, (dweight, dbias, sums) = called(triton_residual_norm_backward, *given)
     of_weights = dweight.to(weight.dtype), None if norm.rms else dbias.to(weight.dtype)
     return Stream(dx, None, dx if copy is None else other, sums), of_weights

@@ -34,10 +34,11 @@ def row_norm(
     norm: Norm,
     added: Tensor | None = None,
     copy: torch.dtype | None = None,
+    factors: Tensor | None = None,
 ) -> Bounds:
     """Bounds of y in dtype "out", and for its gradient dy, plus `added`, of "dx", plus the
     residual, "dweight", "dbias", and "total", the sum of the rows of dx. With a dtype `copy`, also
-    of y and dx in it, "copy" and "dcopy"."""
+    of y and dx in it, "copy" and "dcopy". factors: of dropout, of dcopy and total."""
     w, grad = Bound.exact(weight), Bound.exact(dy)
     if added is not None:
         grad = grad + Bound.exact(added)
@@ -48,6 +49,7 @@ def row_norm(
         dx = dx + Bound.exact(residual)
     bounds = dict(out=y.rounded(dtype), dx=dx.rounded(x.dtype), dweight=(grad * xhat).sum(0))
     bounds |= {} if bias is None else dict(dbias=grad.sum(0))
+    dx = dx if factors is None else dx * Bound.exact(factors)
     bounds |= {} if copy is None else dict(copy=y.rounded(copy), dcopy=dx.rounded(copy))
     return bounds | dict(total=dx.sum(0))
 

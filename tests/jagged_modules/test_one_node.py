@@ -95,10 +95,12 @@ def residual_norm(x, added, weight, bias, dtypes, norm, end, has_sum=True):
     return total, y, None if second is None else y.to(second), mean, rstd
 
 
-def residual_norm_gradients(dy, added, x, weight, mean, rstd, residual, dtype, norm, end):
+def residual_norm_gradients(dy, added, x, weight, mean, rstd, residual, dtype, norm, end, dropout):
     dy = dy if added is None else dy + added
     dx, of_weights = row_norm_gradients(dy, x, weight, mean, rstd, residual, norm, end)
-    return residual_node.Stream(dx, None, dx.to(dtype), dx.sum(0)), of_weights
+    kept, _ = dropout
+    rows = dx if kept is None else dx * kept * one_node.dropout_scale(*dropout)
+    return residual_node.Stream(dx, None, rows.to(dtype), rows.sum(0)), of_weights
 
 
 def normed_columns_gradients(grads, x, weight, rstd):

@@ -141,7 +141,7 @@ def triton_row_norm_backward(
         dx `[L, W]` in x's dtype, and `[2, W]` fp32, the gradients of weight and bias.
     """
     dx = x.new_empty(x.shape)
-    tensors = dy, None, x, mean, rstd, weight, residual, end, dx, None
+    tensors = dy, None, x, mean, rstd, weight, residual, None, end, dx, None
     return dx, _write_norm_gradients(tensors, eps, rms)
 
 
@@ -176,7 +176,7 @@ def triton_row_norm_packed_backward(
         `[2, W]` fp32, the gradients of weight and bias.
     """
     dy = grads[:, column : column + x.shape[1]]
-    tensors = dy, None, x, mean, rstd, weight, None, None, dy, None
+    tensors = dy, None, x, mean, rstd, weight, None, None, None, dy, None
     return _write_norm_gradients(tensors, eps, rms)
 
 
@@ -229,8 +229,9 @@ def triton_residual_norm(
 
 
 def _residual_norm_backward_fake(
-    dy, added, x, mean, rstd, weight, residual, copy, eps, rms=False, end=None
-):
+    dy, added, x, mean, rstd, weight, residual, copy, eps, rms=False, end=None, kept=None,
+    scale=1.0,
+):  # fmt: skip
     other = x.new_empty(0 if copy is None else x.shape, dtype=copy)
     return x.new_empty(x.shape), other, x.new_empty((3, x.shape[1]), dtype=torch.float32)
 
@@ -248,6 +249,8 @@ def triton_residual_norm_backward(
     eps: float,
     rms: bool = False,
     end: Tensor | None = None,
+    kept: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `triton_residual_norm`: dx is that of both of its terms.
 
@@ -255,25 +258,30 @@ def triton_residual_norm_backward(
         dy, added: `[L, W]`, whose sum is the gradient of y; added may be None.
         x: the forward's sum. residual: `[L, W]`, added to its gradient, or None.
         copy: a second dtype of dx, or None.
+        kept, scale: of dropout, bools `[L, W]` and the factor of what is kept: the second dx is
+            its gradient.
         mean, rstd, weight, eps, rms, end: as in `triton_row_norm_backward`.
 
     Returns:
-        dx `[L, W]` in x's dtype; in the second dtype, or `[0]`; and fp32 `[3, W]`, the gradients of
-        weight and bias and the sum of the rows of dx.
+        dx `[L, W]` in x's dtype; the second one, or `[0]`; and fp32 `[3, W]`, the gradients of
+        weight and bias and the sum of the rows of the second dx.
     """
     results = _residual_norm_backward_fake(
         dy, added, x, mean, rstd, weight, residual, copy, eps, rms
     )
     dx, other, sums = results
     added, copied = _contiguous(added), None if copy is None else other
-    tensors = dy, added, x, mean, rstd, weight, residual, end, dx, copied
-    return dx, other, _write_norm_gradients(tensors, eps, rms, len(sums))
+    kept = None if kept is None else kept.contiguous().view(torch.uint8)
+    tensors = dy, added, x, mean, rstd, weight, residual, kept, end, dx, copied
+    return dx, other, _write_norm_gradients(tensors, eps, rms, len(sums), scale)
 
 
-def _write_norm_gradients(tensors: Sequence[Any], eps: float, rms: bool, count: int = 2) -> Tensor:
+def _write_norm_gradients(
+    tensors: Sequence[Any], eps: float, rms: bool, count: int = 2, scale: float = 1.0
+) -> Tensor:
     """Write dx, which may be dy, and its copy. tensors: those of NormBackward but for the sums.
-    Returns `count` sums: the gradients of weight and bias, and the sum of dx."""
-    dy, added, x, mean, rstd, weight, residual, end, dx, copy = tensors
+    Returns `count` sums: the gradients of weight and bias, and the sum of the copy."""
+    dy, added, x, mean, rstd, weight, residual, kept, end, dx, copy = tensors
     rows, width = x.shape
     if dx.numel() == 0:
         return x.new_zeros((count, width), dtype=torch.float32)
@@ -287,11 +295,11 @@ def _write_norm_gradients(tensors: Sequence[Any], eps: float, rms: bool, count: 
     programs = launch.programs(rows, groups, x.device)
     sums = _partial_sums(x, programs, rms, count)
     of_kernel = NormBackward(
-        dy, added, x, None if rms else mean, rstd, weight.contiguous(), residual, end, dx, copy,
-        sums[0], None if rms else sums[1], sums[2] if count > 2 else None,
+        dy, added, x, None if rms else mean, rstd, weight.contiguous(), residual, kept, end, dx,
+        copy, sums[0], None if rms else sums[1], sums[2] if count > 2 else None,
     )  # fmt: skip
     row_norm_bwd_kernel[(programs, groups)](
-        of_kernel, rows, 0 if end is None else end.shape[0] - 1, launch.strides,
+        of_kernel, rows, 0 if end is None else end.shape[0] - 1, scale, launch.strides,
         **launch.constants(),
     )  # fmt: skip
     return sums.sum(1)

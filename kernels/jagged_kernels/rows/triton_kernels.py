@@ -45,8 +45,8 @@ class NormForward(NamedTuple):
 
 
 class NormBackward(NamedTuple):
-    """Operands and results of `row_norm_bwd_kernel`. added, residual, end, copy, dbias and total
-    may be None."""
+    """Operands and results of `row_norm_bwd_kernel`. added, residual, kept, end, copy, dbias and
+    total may be None."""
 
     dy: tl.tensor
     added: tl.tensor
@@ -55,6 +55,7 @@ class NormBackward(NamedTuple):
     rstd: tl.tensor
     weight: tl.tensor
     residual: tl.tensor
+    kept: tl.tensor
     end: tl.tensor
     dx: tl.tensor
     copy: tl.tensor
@@ -233,11 +234,12 @@ def row_norm_fwd_kernel(
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_rows", "num_segments"])
-def row_norm_bwd_kernel(tensors, num_rows, num_segments, strides, OPTIONS: tl.constexpr):
+def row_norm_bwd_kernel(tensors, num_rows, num_segments, scale, strides, OPTIONS: tl.constexpr):
     """dx, plus the residual's gradient, dx again in copy's dtype, and partial sums of the gradients
-    of weight and bias, and of dx in total. With added, dy + added takes the place of dy. Rows
-    behind the end are 0. tensors: NormBackward; dx may be dy; added and copy are contiguous.
-    strides: of dy, x, dx and the residual, in units of `align` elements. Grid: programs, groups."""
+    of weight and bias, and of the copy in total. With added, dy + added takes the place of dy. With
+    kept, the copy is dx · kept · scale. Rows behind the end are 0. tensors: NormBackward; dx may be
+    dy; added, kept and copy are contiguous. strides: of dy, x, dx and the residual, in units of
+    `align` elements. Grid: programs, groups."""
     DIM: tl.constexpr = OPTIONS.dim
     ALIGN: tl.constexpr = OPTIONS.align
     ROWS: tl.constexpr = OPTIONS.rows
@@ -261,6 +263,8 @@ def row_norm_bwd_kernel(tensors, num_rows, num_segments, strides, OPTIONS: tl.co
             dx += _load(tensors.residual, strides[3] * ALIGN, read, first)
         tl.debug_barrier()  # all threads have read the elements of dy that dx may replace
         _store(tensors.dx, strides[2] * ALIGN, tile, first, dx)
+        if tensors.kept is not None:
+            dx *= _load(tensors.kept, width, read, first) * scale
         if tensors.copy is not None:
             _store(tensors.copy, width, tile, first, dx)
         dweight += dy * xhat

@@ -33,7 +33,7 @@ def compile_rows(
     options = rows.Options(dim, rms, 1e-6, align, config.rows, config.block)
     absent = {"mean", "bias", "dbias"} if rms else set()
     absent |= set() if dropout else {"seed", "end"}
-    absent |= set() if residual else {"added", "copy", "total"}
+    absent |= set() if residual else {"added", "kept", "copy", "total"}
     of_rows = {"x", "residual", "dx"}
 
     def pointer(name):
@@ -41,6 +41,8 @@ def compile_rows(
             return "constexpr"
         if name in ("seed", "end"):
             return "*i64"
+        if name == "kept":
+            return "*u8"
         return "*fp32" if name in FP32 | of_rows else f"*{dtype}"
 
     tuples = dict(
@@ -56,6 +58,8 @@ def compile_rows(
             return tuples[arg](*map(pointer, tuples[arg]._fields))
         if arg == "strides":
             return ("i32",) * strides[kernel.__name__]
+        if arg == "scale":
+            return "fp32"
         return pointer(arg.removesuffix("_ptr")) if arg.endswith("_ptr") else None
 
     constants = dict(OPTIONS=options, RECOMPUTE=recompute, EXTRA=32)
