@@ -11,6 +11,8 @@ number of programs and then over these: two runs give the same bits.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ from .activation_kernels import (
     activation_bwd_kernel,
     activation_fwd_kernel,
 )
-from .configs import RowsConfig, activation_config
+from .configs import FEW_WARPS, RowsConfig, activation_config
 
 
 def _activation_fake(x, activation, gated=False):
@@ -136,6 +138,8 @@ def _write_gradients(
     options = options._replace(again=again, scaled=kept is not None or scale != 1)
     kept = None if kept is None else kept.contiguous().view(torch.uint8)
     blocks = cdiv(dy.shape[1], config.block)
+    if gated and kept is not None:
+        config = dataclasses.replace(config, warps_per_sm=FEW_WARPS)
     most = config.programs_per_sm * device_properties(x.device).num_sms
     programs = min(cdiv(rows, config.rows), max(1, most // blocks))
     sums = x.new_empty((programs, columns), dtype=torch.float32)

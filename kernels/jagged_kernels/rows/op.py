@@ -33,7 +33,7 @@ from ..common.autograd import below_autograd, differentiate, refuse_derivative, 
 from ..common.device import cdiv, contiguous_last_dim, device_properties, row_strides, zeroed_behind
 from ..common.ops import operator
 from ..common.tail import kept_rows
-from .configs import DROPOUT_WARPS, GATE_BACKWARD, HALVED, RESIDUAL_WARPS, RowsConfig, rows_config
+from .configs import FEW_WARPS, GATE_BACKWARD, HALVED, RowsConfig, rows_config
 from .triton_kernels import (
     RANDOM_NUMBERS,
     Gate,
@@ -291,7 +291,7 @@ def _write_norm_gradients(
     groups = rstd.shape[1]
     launch = _Launch.of(width, (eps, groups, rms), *strided)
     if count > 2:
-        launch = launch.with_warps(RESIDUAL_WARPS)
+        launch = launch.with_warps(FEW_WARPS)
     programs = launch.programs(rows, groups, x.device)
     sums = _partial_sums(x, programs, rms, count)
     of_kernel = NormBackward(
@@ -407,7 +407,7 @@ def triton_gate_linear_backward(
     launch = _Launch.of(width, (eps, groups, rms), u, a, dgated, du, da, elements=GATE_BACKWARD)
     recomputes = needs_projection and gated is None
     if recomputes and seed is not None:
-        launch = launch.with_warps(DROPOUT_WARPS)
+        launch = launch.with_warps(FEW_WARPS)
     is_halved = dout.dtype != a.dtype and end is None and dout.numel() >= HALVED
     tiles = cdiv(rows, launch.config.rows)
     tiles = cdiv(tiles, 2) if is_halved else tiles
