@@ -29,7 +29,8 @@ class DINConfig:
 
 # More programs than run at once, because histories have different lengths. Each one of the backward
 # has a part of the weights' gradients in memory.
-CTAS = dict(fwd=16, hopper=32, moments=6, dq=4, dmlp=4, dkdv=1)
+CTAS = dict(fwd=16, moments=6, dq=4, dmlp=4, dkdv=1)
+HOPPER_CTAS = dict(fwd=32, rows=6, mlp=6, events=1)
 
 
 def din_config(
@@ -72,12 +73,12 @@ def _din_config(
     return DINConfig(64, 4, stages, CTAS[kernel], max_registers)
 
 
-def hopper_config(width: int, hidden: tuple[int, ...]) -> DINConfig:
-    """Launch configuration of hopper_forward.py. With 128 registers a thread four programs run at
-    once on an SM, which hide one another's waits, but larger accumulators would not fit; with more,
-    two do."""
-    four = width <= 64 and hidden[0] <= 80 and hidden[1] <= 40
-    return DINConfig(64, 4, 4, CTAS["hopper"], 128 if four else None)
+def hopper_config(kernel: str, width: int, hidden: tuple[int, ...]) -> DINConfig:
+    """Launch configuration of Hopper's kernels, "fwd", "rows" or "events" of the backward. With 128
+    registers a thread four programs of the forward run at once on an SM, which hide one another's
+    waits, but larger accumulators would not fit; with more, two do."""
+    four = kernel == "fwd" and width <= 64 and hidden[0] <= 80 and hidden[1] <= 40
+    return DINConfig(64, 4, 4, HOPPER_CTAS[kernel], 128 if four else None)
 
 
 HOPPER_STAGES = 4  # tiles of events in shared memory
@@ -96,14 +97,17 @@ class DINProblem:
     capability: tuple[int, int]
 
 
-def forward_runs_on_hopper(problem: DINProblem) -> bool:
-    """Whether the forward is that of hopper_forward.py, which keeps the accumulators of all units
-    in registers, and runs two programs at once on an SM at least."""
-    if len(problem.hidden) != 2 or problem.width > 128:
+def runs_on_hopper(problem: DINProblem, backward: bool) -> bool:
+    """Whether the forward is that of hopper_forward.py, and the backward that of
+    hopper_backward.py, which keep the accumulators of all units in registers, and run two programs
+    at once on an SM at least."""
+    if len(problem.hidden) != 2 or problem.width > (64 if backward else 128):
         return False
-    first, second = (sum(n for _, n in pieces(x, 8)) for x in problem.hidden)
+    first, second = (sum(n for _, n in pieces(x, 16 if backward else 8)) for x in problem.hidden)
     width = max(64, padded_dim(problem.width))
     elements = HOPPER_STAGES * 64 * width + first * (width + second)
+    if backward:  # M once more or do, h1 twice, dz1, dz2
+        elements += 8 * width + 64 * (3 * first + 64)
     return (
         (problem.device_type, problem.capability) == ("cuda", (9, 0))
         and problem.dtype == torch.bfloat16

@@ -78,8 +78,9 @@ class Sums(NamedTuple):
 
 
 @gluon.jit
-def _find_user(row, offsets_ptr, num_segments):
-    """The last segment that starts at a row or before: as common/loads.py's find_segment."""
+def _find_user(index, offsets_ptr, num_segments, SHIFT: gl.constexpr = None):
+    """The last segment that starts at a row or before: as common/loads.py's find_segment. SHIFT: of
+    a virtual tile."""
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [4], [0]))
     low, size = 0, num_segments
     while size > 1:
@@ -87,7 +88,9 @@ def _find_user(row, offsets_ptr, num_segments):
         segments = low + lanes * step
         inside = lanes * step < size
         first = gl.load(offsets_ptr + segments, mask=inside, other=0)
-        skipped = (gl.sum((inside & (first <= row)).to(gl.int32), 0) - 1) * step
+        if SHIFT is not None:
+            first = (first.to(gl.int64) >> SHIFT) + segments
+        skipped = (gl.sum((inside & (first <= index)).to(gl.int32), 0) - 1) * step
         low += skipped
         size = gl.minimum(step, size - skipped)
     return low
