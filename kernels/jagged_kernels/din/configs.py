@@ -77,6 +77,8 @@ def hopper_config(kernel: str, width: int, hidden: tuple[int, ...]) -> DINConfig
     """Launch configuration of Hopper's kernels, "fwd", "rows" or "events" of the backward. With 128
     registers a thread four programs of the forward run at once on an SM, which hide one another's
     waits, but larger accumulators would not fit; with more, two do."""
+    if kernel != "fwd":
+        return DINConfig(64, 4, 4, HOPPER_CTAS[kernel], 255)
     four = kernel == "fwd" and width <= 64 and hidden[0] <= 80 and hidden[1] <= 40
     return DINConfig(64, 4, 4, HOPPER_CTAS[kernel], 128 if four else None)
 

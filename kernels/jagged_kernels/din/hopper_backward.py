@@ -61,6 +61,8 @@ from .hopper_forward import (
     _make_vectors,
     _of_columns,
     _plus,
+    _prelu,
+    _relu16,
     _start_second,
     _store_first,
     _store_vectors,
@@ -86,6 +88,7 @@ class Buffers(NamedTuple):
     do: gl.shared_memory_descriptor
     dz: gl.tuple
     h: gl.tuple
+    total: gl.tuple
 
 
 class Row(NamedTuple):
@@ -141,10 +144,10 @@ def _zero_vectors(LAYER: gl.constexpr, OPTIONS: gl.constexpr):
 def _activate(z, buffers, LAYER: gl.constexpr, i: gl.constexpr, ACTIVATION, OPTIONS: gl.constexpr):
     """h of a piece, and what `_through` needs of it."""
     if OPTIONS.units == "relu":
-        h = gl.maximum(z, 0.0, propagate_nan=NAN)
-        return h, h.to(gl.bfloat16)
+        rounded = _relu16(z)
+        return rounded if LAYER == 0 else gl.maximum(z, 0.0, propagate_nan=NAN), rounded
     elif OPTIONS.units == "prelu":
-        return gl.where(z > 0, z, z * _of_columns(buffers.tables[LAYER][0][i], z)), z
+        return _prelu(z, z, _of_columns(buffers.tables[LAYER][0][i], z)), z
     elif OPTIONS.units == "dice":
         unit = _unit(buffers, LAYER, i, z)
         p = ACTIVATION(z * unit.half + unit.shift, 2.0)[0]
@@ -174,7 +177,7 @@ def _through(
         return gl.where(kept > 0, dh, 0.0), ()
     elif OPTIONS.units == "prelu":
         slope = _of_columns(buffers.tables[LAYER][0][i], dh)
-        return gl.where(kept > 0, dh, dh * slope), (_partial(gl.where(kept > 0, 0.0, dh * kept)),)
+        return _prelu(kept, dh, slope), (_partial(dh * gl.minimum(kept, 0.0)),)
     elif OPTIONS.units == "dice":
         unit, z = _unit(buffers, LAYER, i, kept), kept
         p = ACTIVATION(z * unit.half + unit.shift, 2.0)[0]
@@ -267,11 +270,12 @@ def _tile(
         z2, operands = z2 + (part,), operands + used
     done = warpgroup_mma_wait(0, deps=z2 + operands + sums.products)
     z2, products = done[:SECOND], done[len(done) - FIRST :]
+    dots, started = started[FIRST], ()
     h2, kept2 = (), ()
     for j in gl.static_range(SECOND):
         h, kept = _activate(_plus(z2[j], buffers.bias[j]), buffers, 1, j, ACTIVATION, OPTIONS)
         h2, kept2 = h2 + (h,), kept2 + (kept,)
-    ds = _score_gradient(started[FIRST], h2, row, real, buffers, OPTIONS)
+    ds = _score_gradient(dots, h2, row, real, buffers, OPTIONS)
     thread_barrier()  # all warps have waited for the sums' MMAs, which read what follows
     dz, of_tables, first_sums, last_sums = (), (), (), ()
     for j in gl.static_range(SECOND):
@@ -301,7 +305,6 @@ def _tile(
             buffers.dz[i].store(piece.to(DTYPE))
     fence_async_shared()
     thread_barrier()
-    started = ()
     if NEXT:
         started = _start_tile(buffers, step + 1, find_tile(seen, BLOCK)[1])
     new_products = ()
@@ -363,10 +366,19 @@ def _places(x, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _finish_row(sums, operands, strides, weights, gradients, row, OPTIONS: gl.constexpr):
+def _make_total(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Zeros `[2, ROWS, COLUMNS]` in shared memory, of which a warp reads and writes 8 rows of 32
+    bytes at once."""
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, COLUMNS // 8), [1, 0])
+    total = gl.allocate_shared_memory(gl.float32, [2, ROWS, COLUMNS], SHARED)
+    for i in gl.static_range(2):
+        total.index(i).store(_zero_piece(ROWS, COLUMNS))
+    return total
+
+
+@gluon.jit
+def _finish_row(sums, buffers, operands, strides, weights, gradients, row, OPTIONS: gl.constexpr):
     """Store dq and da of a row, and add S to the program's dDᵀ and dBᵀ."""
-    SIZE: gl.constexpr = OPTIONS.width * OPTIONS.hidden[0]
-    parts_ptr = gradients[5] + gl.program_id(0).to(gl.int64) * (2 * SIZE)
     WIDTH: gl.constexpr = sums.products[0].shape[0]
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
     dq = gl.zeros([WIDTH], gl.float32, gl.SliceLayout(1, L))
@@ -379,11 +391,10 @@ def _finish_row(sums, operands, strides, weights, gradients, row, OPTIONS: gl.co
         dq += gl.convert_layout(part, gl.SliceLayout(1, L), assert_trivial=True)
         q_ptr = operands.q + row * (strides[0] * OPTIONS.align)
         q = gl.load(q_ptr + e, mask=e < OPTIONS.width, other=0.0).to(gl.float32)
-        ptrs = parts_ptr + e * OPTIONS.hidden[0] + unit
-        old = gl.load(ptrs, mask=mask, other=0.0)
-        gl.store(ptrs, old + products * q, mask=mask)
-        old = gl.load(ptrs + SIZE, mask=mask, other=0.0)
-        gl.store(ptrs + SIZE, old + products, mask=mask)
+        for j in gl.static_range(2):
+            total = buffers.total[i].index(j)
+            more = products * q if j == 0 else products
+            total.store(total.load(products.type.layout) + more)
     e = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))
     dq_ptr = gradients[3] + row * OPTIONS.width
     gl.store(dq_ptr + e, dq.to(dq_ptr.dtype.element_ty), mask=e < OPTIONS.width)
@@ -432,7 +443,7 @@ def din_bwd_rows_hopper_kernel(
 ):  # fmt: skip
     """Each program has every num_programs-th row of q.
 
-    gradients: do, lse, delta, then dq, da, and the program's parts of dDᵀ and dBᵀ, zeros
+    gradients: do, lse, delta, then dq, da, and the program's parts of dDᵀ and dBᵀ
     `[2, E, H1]`, and of the sums `[3, H1]` of the first table. MLP: then its part of dW2ᵀ
     `[H1, H2]`, dw, db2 and db3 in this order, and of the sums `[3, H2]` of the second table.
     """
@@ -444,13 +455,14 @@ def din_bwd_rows_hopper_kernel(
     if has_table(OPTIONS.units):
         of_units = _make_table(tables[0], 0, OPTIONS), _make_table(tables[1], 1, OPTIONS)
         of_tables = _zero_table(LAYER, OPTIONS)
-    dz, h, last = (), (), ()
+    dz, h, last, total = (), (), (), ()
     for i in gl.static_range(len(OPTIONS.pieces[0])):
         piece = _make_matrix(DTYPE, BLOCK, OPTIONS.pieces[0][i][1])
         if MLP:
             h = h + (piece,)
         else:
             dz = dz + (piece,)
+            total = total + (_make_total(WIDTH, OPTIONS.pieces[0][i][1]),)
     if MLP:
         dz, last = (_make_matrix(DTYPE, BLOCK, BLOCK),), _zero_vectors(1, OPTIONS)
         dz[0].store(gl.zeros([BLOCK, BLOCK], DTYPE, mma_layout(BLOCK, BLOCK)))
@@ -466,6 +478,7 @@ def din_bwd_rows_hopper_kernel(
         _make_matrix(DTYPE, COPIES, WIDTH),
         dz,
         h,
+        total,
     )
     _store_vectors(buffers.bias, _load_pieces(biases[0], 1, OPTIONS))
     _store_vectors(buffers.weight, _load_pieces(weights[2], 1, OPTIONS))
@@ -508,13 +521,29 @@ def din_bwd_rows_hopper_kernel(
             step += 1
             thread_barrier()  # every warp has read what the next row writes
         if not MLP:
-            _finish_row(sums, operands, strides, weights, gradients, row, OPTIONS)
+            _finish_row(sums, buffers, operands, strides, weights, gradients, row, OPTIONS)
     if MLP:
         _store_parts(sums, gradients, OPTIONS)
         if has_table(OPTIONS.units):
             _store_table(gradients[4], sums.tables, tables[1], 1, OPTIONS)
-    elif has_table(OPTIONS.units):
+    else:
+        _store_totals_of_first(buffers, gradients[5], WIDTH, OPTIONS)
+    if not MLP and has_table(OPTIONS.units):
         _store_table(gradients[6], sums.tables, tables[0], 0, OPTIONS)
+
+
+@gluon.jit
+def _store_totals_of_first(buffers, ptr, WIDTH: gl.constexpr, OPTIONS: gl.constexpr):
+    """Store the program's parts of dDᵀ and dBᵀ."""
+    SIZE: gl.constexpr = OPTIONS.width * OPTIONS.hidden[0]
+    ptr += gl.program_id(0).to(gl.int64) * (2 * SIZE)
+    for i in gl.static_range(len(buffers.total)):
+        for j in gl.static_range(2):
+            buffer = buffers.total[i].index(j)
+            total = buffer.load(mma_layout(BLOCK, OPTIONS.pieces[0][i][1]))
+            e, unit = _places(total, OPTIONS.pieces[0][i][0])
+            mask = (e < OPTIONS.width) & (unit < OPTIONS.hidden[0])
+            gl.store(ptr + j * SIZE + e * OPTIONS.hidden[0] + unit, total, mask=mask)
 
 
 @gluon.jit
@@ -555,11 +584,13 @@ def _store_table(ptr, sums, table, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
 
 
 class Events(NamedTuple):
-    """Shared memory of a tile of events: k `[64, E]`, pieces of M `[2, n, E]` and of a, do
+    """Shared memory of a tile of events: k `[64, E]`, pieces of B and D `[n, E]`, of M `[2, n, E]` and of a, do
     `[2, 16, E]` in the first of 16 rows, of two rows of q. second, bias, weight, tables: as
     Buffers'."""
 
     k: gl.shared_memory_descriptor
+    of_k: gl.tuple
+    products: gl.tuple
     first: gl.tuple
     a: gl.tuple
     do: gl.shared_memory_descriptor
@@ -569,19 +600,9 @@ class Events(NamedTuple):
     tables: gl.tuple
 
 
-HOIST = gl.constexpr(False)
-
-
-class Matrices(NamedTuple):
-    """Pieces of B and of D `[n, E]`, in registers."""
-
-    of_k: gl.tuple
-    products: gl.tuple
-
-
 @gluon.jit
-def _load_matrix(ptr, WIDTH: gl.constexpr, OPTIONS: gl.constexpr):
-    """Pieces `[n, WIDTH]` of B or D."""
+def _make_first_linear(ptr, WIDTH: gl.constexpr, OPTIONS: gl.constexpr):
+    """Pieces `[n, WIDTH]` of B or D in shared memory."""
     L: gl.constexpr = vector_layout(WIDTH)
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))[None, :]
     found = ()
@@ -591,13 +612,15 @@ def _load_matrix(ptr, WIDTH: gl.constexpr, OPTIONS: gl.constexpr):
         )
         mask = (rows < OPTIONS.hidden[0])[:, None] & (column < OPTIONS.width)
         offsets = rows[:, None] * OPTIONS.width + column
-        found = found + (gl.load(ptr + offsets, mask=mask, other=0.0),)
+        buffer = _make_matrix(ptr.dtype.element_ty, OPTIONS.pieces[0][i][1], WIDTH)
+        buffer.store(gl.load(ptr + offsets, mask=mask, other=0.0))
+        found = found + (buffer,)
     return found
 
 
 @gluon.jit
 def _store_row(
-    matrices, operands, strides, weights, gradients, events, slot, row, OPTIONS: gl.constexpr
+    operands, strides, gradients, events, slot, row, OPTIONS: gl.constexpr
 ):
     """Store M, a and do of a row of q in its slot of shared memory. Its lse and delta."""
     WIDTH: gl.constexpr = events.k.shape[1]
@@ -606,13 +629,12 @@ def _store_row(
     q_ptr = operands.q + row * (strides[0] * OPTIONS.align)
     q = gl.load(q_ptr + column, mask=column < OPTIONS.width, other=0.0)
     a = _load_pieces(operands.a + row * (strides[2] * OPTIONS.align), 0, OPTIONS)
-    if not HOIST:
-        matrices = Matrices(
-            _load_matrix(operands.of_k, WIDTH, OPTIONS), _load_matrix(weights[0], WIDTH, OPTIONS)
-        )
-    for i in gl.static_range(len(matrices.of_k)):
-        m = packed_fma(matrices.products[i], q, matrices.of_k[i])
-        events.first[i].index(slot).store(m)
+    for i in gl.static_range(len(events.first)):
+        for chunk in gl.static_range(events.of_k[i].shape[0] // 16):  # few registers
+            of_k = events.of_k[i].slice(16 * chunk, 16).load(L)
+            products = events.products[i].slice(16 * chunk, 16).load(L)
+            m = events.first[i].index(slot).slice(16 * chunk, 16)
+            m.store(packed_fma(products, q, of_k))
         events.a[i].index(slot).store(a[i])
     _store_do(events.do.index(slot), gradients[0] + row * OPTIONS.width, OPTIONS)
     lse, delta = 0.0, 0.0
@@ -638,7 +660,9 @@ def _make_pairs(DTYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _make_events(DTYPE: gl.constexpr, WIDTH: gl.constexpr, weights, tables, OPTIONS: gl.constexpr):
+def _make_events(
+    operands, weights, tables, DTYPE: gl.constexpr, WIDTH: gl.constexpr, OPTIONS: gl.constexpr
+):
     first, a = (), ()
     for i in gl.static_range(len(OPTIONS.pieces[0])):
         first = first + (_make_pairs(DTYPE, OPTIONS.pieces[0][i][1], WIDTH),)
@@ -647,7 +671,9 @@ def _make_events(DTYPE: gl.constexpr, WIDTH: gl.constexpr, weights, tables, OPTI
     if has_table(OPTIONS.units):
         of_units = _make_table(tables[0], 0, OPTIONS), _make_table(tables[1], 1, OPTIONS)
     return Events(
-        _make_matrix(DTYPE, BLOCK, WIDTH), first, a, _make_pairs(DTYPE, 16, WIDTH),
+        _make_matrix(DTYPE, BLOCK, WIDTH),
+        _make_first_linear(operands.of_k, WIDTH, OPTIONS),
+        _make_first_linear(weights[0], WIDTH, OPTIONS), first, a, _make_pairs(DTYPE, 16, WIDTH),
         _make_second(weights[1], OPTIONS), _make_vectors(1, OPTIONS), _make_vectors(1, OPTIONS),
         of_units,
     )  # fmt: skip
@@ -686,7 +712,7 @@ def din_bwd_events_hopper_kernel(
         return
     q_start, q_len = load_segment(users.q_offsets, user)
     queries = load_queries(user, users, start, q_len, kv_len, OPTIONS)
-    events = _make_events(DTYPE, WIDTH, weights, tables, OPTIONS)
+    events = _make_events(operands, weights, tables, DTYPE, WIDTH, OPTIONS)
     loaded = make_barriers(1, 1)
     mbarrier.expect(loaded.index(0), k_desc.block_type.nbytes)
     first_event = (kv_start + start).to(gl.int32)
@@ -694,17 +720,12 @@ def din_bwd_events_hopper_kernel(
     _store_vectors(events.bias, _load_pieces(biases[0], 1, OPTIONS))
     _store_vectors(events.weight, _load_pieces(weights[2], 1, OPTIONS))
     last_bias = gl.load(biases[1]).to(gl.float32)
-    matrices = ()
-    if HOIST:
-        matrices = Matrices(
-            _load_matrix(operands.of_k, WIDTH, OPTIONS), _load_matrix(weights[0], WIDTH, OPTIONS)
-        )
     dk = _zero_piece(BLOCK, WIDTH)
     if queries.count > 0:
         number = _row_number(0, queries, OPTIONS)
         row = q_start + number
         lse, delta = _store_row(
-            matrices, operands, strides, weights, gradients, events, 0, row, OPTIONS
+            operands, strides, gradients, events, 0, row, OPTIONS
         )
         mbarrier.wait(loaded.index(0), 0)
         if kv_len - start < BLOCK:
@@ -717,14 +738,14 @@ def din_bwd_events_hopper_kernel(
             next_number = _row_number(i + 1, queries, OPTIONS)
             real = _sees(start, number, queries, q_len, kv_len, OPTIONS)
             started, acc, lse, delta = _row(
-                started, acc, Row(lse, delta, last_bias), real, i & 1, events, matrices, operands,
-                strides, weights, gradients, q_start + next_number, True, ACTIVATION, OPTIONS,
+                started, acc, Row(lse, delta, last_bias), real, i & 1, events, operands,
+                strides, gradients, q_start + next_number, True, ACTIVATION, OPTIONS,
             )  # fmt: skip
             number = next_number
         real = _sees(start, number, queries, q_len, kv_len, OPTIONS)
         nothing, dk, lse, delta = _row(
             started, acc, Row(lse, delta, last_bias), real, (queries.count - 1) & 1, events,
-            matrices, operands, strides, weights, gradients, row, False, ACTIVATION, OPTIONS,
+            operands, strides, gradients, row, False, ACTIVATION, OPTIONS,
         )  # fmt: skip
     event, column = _places(dk, 0)
     ptrs = gradients[3] + (kv_start + start + event) * OPTIONS.width + column
@@ -743,7 +764,7 @@ def _row_number(i, queries, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _row(
-    started, dk, row, real, slot, events, matrices, operands, strides, weights, gradients, next_row,
+    started, dk, row, real, slot, events, operands, strides, gradients, next_row,
     NEXT: gl.constexpr, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
     """What `_start_row` starts for the next row of q, if there is one (NEXT), dk with this row's,
@@ -794,7 +815,7 @@ def _row(
     if NEXT:
         thread_barrier()  # all warps have waited for the MMAs that read the next row's slot
         lse, delta = _store_row(
-            matrices, operands, strides, weights, gradients, events, 1 - slot, next_row, OPTIONS
+            operands, strides, gradients, events, 1 - slot, next_row, OPTIONS
         )
         fence_async_shared()
         thread_barrier()

@@ -251,11 +251,12 @@ def _relu16(z):
 
 
 @gluon.jit
-def _prelu(z, slope):
-    """PReLU of z. The compiler makes three instructions of a selection, here it is two."""
+def _prelu(z, x, slope):
+    """x where z > 0, otherwise slope x: PReLU of z if x is z, and its gradient. The compiler makes
+    three instructions of a selection, here it is two."""
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.f32 p, $1, 0f00000000; mov.f32 $0, $1; @!p mul.f32 $0, $1, $2; }",
-        "=&f,f,f", [z, slope], dtype=gl.float32, is_pure=True, pack=1,
+        "{ .reg .pred p; setp.gt.f32 p, $1, 0f00000000; mov.f32 $0, $2; @!p mul.f32 $0, $2, $3; }",
+        "=&f,f,f,f", [z, x, slope], dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
 
 
@@ -268,7 +269,7 @@ def _activate(z, buffers, LAYER: gl.constexpr, i: gl.constexpr, ACTIVATION, OPTI
         vectors = buffers.tables[LAYER]
         first = _of_columns(vectors[0][i], z)
         if OPTIONS.units == "prelu":
-            return _prelu(z, first)
+            return _prelu(z, z, first)
         else:
             t = _plus(z * _of_columns(vectors[2][i], z), vectors[3][i])
             return z * (first + _of_columns(vectors[1][i], z) * _fast_tanh(t))
