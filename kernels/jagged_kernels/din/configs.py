@@ -30,7 +30,7 @@ class DINConfig:
 # More programs than run at once, because histories have different lengths. Each one of the backward
 # has a part of the weights' gradients in memory.
 CTAS = dict(fwd=16, moments=6, dq=4, dmlp=4, dkdv=1)
-HOPPER_CTAS = dict(fwd=32, rows=6, mlp=6, events=1)
+HOPPER_CTAS = dict(fwd=4, rows=2, mlp=2, events=1)
 
 
 def din_config(

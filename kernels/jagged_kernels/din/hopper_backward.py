@@ -38,6 +38,7 @@ from ..common.loads import load_segment
 from ..common.pipeline import (
     make_barriers,
     mma_abt,
+    halves,
     mma_layout,
     to_mma_operand,
     vector_layout,
@@ -51,11 +52,11 @@ from .hopper_forward import (
     STAGES,
     WORDS,
     _find_seen,
+    _find_share,
     _find_user,
     _load_events,
     _load_missing,
     _load_pieces,
-    _make_first,
     _make_matrix,
     _make_second,
     _make_vectors,
@@ -63,9 +64,10 @@ from .hopper_forward import (
     _plus,
     _prelu,
     _relu16,
+    _split,
     _start_second,
-    _store_first,
     _store_vectors,
+    _wait,
 )
 from .mlp import Unit, has_table, packed_fma
 from .queries import load_queries
@@ -85,7 +87,7 @@ class Buffers(NamedTuple):
     bias: gl.tuple
     weight: gl.tuple
     tables: gl.tuple
-    do: gl.shared_memory_descriptor
+    do: gl.tuple
     dz: gl.tuple
     h: gl.tuple
     total: gl.tuple
@@ -167,6 +169,16 @@ def _unit(buffers, LAYER: gl.constexpr, i: gl.constexpr, z):
 
 
 @gluon.jit
+def _where_positive(h, dh):
+    """dh where h, in bf16, is positive, otherwise 0."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p, q; .reg .b32 z; mov.b32 z, 0; setp.gt.bf16x2 p|q, $2, z;"
+        " selp.f32 $0, $3, 0f00000000, p; selp.f32 $1, $4, 0f00000000, q; }",
+        "=&f,=&f,r,f,f", [h, dh], dtype=gl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _through(
     dh, kept, real, buffers, LAYER: gl.constexpr, i: gl.constexpr, ACTIVATION,
     OPTIONS: gl.constexpr,
@@ -174,7 +186,7 @@ def _through(
     """dz of a piece of a layer, and what `activation_gradient` sums for its table, if it has one.
     real: which rows are seen."""
     if OPTIONS.units == "relu":
-        return gl.where(kept > 0, dh, 0.0), ()
+        return _where_positive(kept, dh), ()
     elif OPTIONS.units == "prelu":
         slope = _of_columns(buffers.tables[LAYER][0][i], dh)
         return _prelu(kept, dh, slope), (_partial(dh * gl.minimum(kept, 0.0)),)
@@ -191,24 +203,120 @@ def _through(
         return dh * kept, ()
 
 
+@gluon.constexpr_function
+def joins(pieces):
+    """Whether the last piece of a first layer and do share an MMA: one of a few columns takes as
+    long as one of 32."""
+    return pieces[len(pieces) - 1][1] <= 32
+
+
+@gluon.constexpr_function
+def first_rows(pieces, i):
+    """Rows of a piece of M in shared memory, with those of do, which follow."""
+    return pieces[i][1] * (2 if i == len(pieces) - 1 and joins(pieces) else 1)
+
+
 @gluon.jit
-def _start_tile(buffers, step, num_rows):
-    """Start z1 and do · k of a tile with num_rows events of the segment, once it is loaded."""
+def _make_m(SLOTS: gl.constexpr, DTYPE: gl.constexpr, WIDTH: gl.constexpr, OPTIONS: gl.constexpr):
+    """Shared memory for pieces of M and do of as many rows of q as there are SLOTS."""
+    first, do = (), ()
+    for i in gl.static_range(len(OPTIONS.pieces[0])):
+        first = first + (_make_slots(SLOTS, DTYPE, first_rows(OPTIONS.pieces[0], i), WIDTH),)
+    if not joins(OPTIONS.pieces[0]):
+        do = (_make_slots(SLOTS, DTYPE, 16, WIDTH),)
+    return first, do
+
+
+@gluon.jit
+def _make_slots(SLOTS: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], DTYPE)
+    return gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, WIDTH], SHARED)
+
+
+@gluon.jit
+def _slot(buffers, slot):
+    """A slot of each of the buffers."""
+    found = ()
+    for i in gl.static_range(len(buffers)):
+        found = found + (buffers[i].index(slot),)
+    return found
+
+
+@gluon.jit
+def _store_m(first, q_ptr, of_k_ptr, products_ptr, OPTIONS: gl.constexpr):
+    """Store M of a row of q."""
+    WIDTH: gl.constexpr = first[0].shape[1]
+    L: gl.constexpr = vector_layout(WIDTH)
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
+    inside = column < OPTIONS.width
+    q = gl.load(q_ptr + column, mask=inside, other=0.0)
+    for i in gl.static_range(len(first)):
+        rows = OPTIONS.pieces[0][i][0] + gl.arange(
+            0, OPTIONS.pieces[0][i][1], layout=gl.SliceLayout(1, L)
+        )
+        mask = (rows < OPTIONS.hidden[0])[:, None] & inside[None, :]
+        offsets = rows[:, None] * OPTIONS.width + column[None, :]
+        of_k = gl.load(of_k_ptr + offsets, mask=mask, other=0.0)
+        products = gl.load(products_ptr + offsets, mask=mask, other=0.0)
+        _piece(first, i, OPTIONS).store(packed_fma(products, q[None, :], of_k))
+
+
+@gluon.jit
+def _do_rows(first, do, OPTIONS: gl.constexpr):
+    """The rows of shared memory whose first one is do, the others 0: 16, or as many as the last
+    piece of M has."""
+    LAST: gl.constexpr = len(OPTIONS.pieces[0]) - 1
+    if joins(OPTIONS.pieces[0]):
+        return first[LAST].slice(OPTIONS.pieces[0][LAST][1], OPTIONS.pieces[0][LAST][1], 0)
+    else:
+        return do[0]
+
+
+@gluon.jit
+def _piece(first, i: gl.constexpr, OPTIONS: gl.constexpr):
+    """A piece of M `[n, E]`, of shared memory that may have do too."""
+    return first[i].slice(0, OPTIONS.pieces[0][i][1], 0)
+
+
+@gluon.jit
+def _start_scores(k, first, do, OPTIONS: gl.constexpr):
+    """Start z1 and do · k of a tile of events, [64, 8], whose first column it is: one MMA for each
+    piece of M, the last one with do, or one more for do."""
+    found = ()
+    for i in gl.static_range(len(first)):
+        found = found + (mma_abt(k, first[i]),)
+    if not joins(OPTIONS.pieces[0]):
+        found = found + (mma_abt(k, do[0].slice(0, COPIES, 0)),)
+    return found
+
+
+@gluon.jit
+def _split_scores(started, OPTIONS: gl.constexpr):
+    """The pieces of z1, and do · k in the first of some columns, the others 0, of what
+    `_start_scores` has started. All columns are wanted, and stay together up to here: ptxas would
+    wait for each MMA if a loop carried a part of its result."""
+    if not joins(OPTIONS.pieces[0]):
+        return started
+    else:
+        LAST: gl.constexpr = len(OPTIONS.pieces[0]) - 1
+        return started[:LAST] + halves(started[LAST])
+
+
+@gluon.jit
+def _start_tile(buffers, step, num_rows, OPTIONS: gl.constexpr):
+    """_start_scores of a tile with num_rows events of the segment, once it is loaded."""
     stage = step % STAGES
     mbarrier.wait(buffers.full.index(stage), step // STAGES & 1)
     if num_rows < BLOCK:
         zero_rows(buffers.k.index(stage), num_rows, 0, 1)
-    found = ()
-    for i in gl.static_range(len(buffers.first)):
-        found = found + (mma_abt(buffers.k.index(stage), buffers.first[i]),)
-    return found + (mma_abt(buffers.k.index(stage), buffers.do),)
+    return _start_scores(buffers.k.index(stage), buffers.first, buffers.do, OPTIONS)
 
 
 @gluon.jit
 def _score_gradient(dots, h2, row, real, buffers, OPTIONS: gl.constexpr):
     """ds [64]. dots: do · k."""
     L: gl.constexpr = gl.SliceLayout(1, mma_layout(BLOCK, COPIES))
-    ds = gl.sum(dots, 1)
+    ds = gl.convert_layout(gl.sum(dots, 1), L, assert_trivial=True)
     if OPTIONS.softmax:
         s = gl.zeros([BLOCK], gl.float32, L) + row.last_bias
         for j in gl.static_range(len(h2)):
@@ -238,13 +346,14 @@ def _join(acc, parts):
 
 
 @gluon.jit
-def _start_back(dz2, second):
+def _start_back(dz2, second, OPTIONS: gl.constexpr):
     """Start dz2 W2 of a piece of the first layer, and its operands in registers."""
-    N: gl.constexpr = second[0].shape[1]
+    N: gl.constexpr = second.shape[1]
     part, operands = _zero_piece(BLOCK, N), ()
     for j in gl.static_range(len(dz2)):
-        operands = operands + (to_mma_operand(dz2[j], second[0].dtype, N),)
-        part = warpgroup_mma(operands[j], second[j], part, use_acc=j > 0, is_async=True)
+        operands = operands + (to_mma_operand(dz2[j], second.dtype, N),)
+        units = second.slice(OPTIONS.pieces[1][j][0], OPTIONS.pieces[1][j][1], 0)
+        part = warpgroup_mma(operands[j], units, part, use_acc=j > 0, is_async=True)
     return part, operands
 
 
@@ -260,16 +369,14 @@ def _tile(
     SECOND: gl.constexpr = len(OPTIONS.pieces[1])
     L: gl.constexpr = gl.SliceLayout(1, mma_layout(BLOCK, COPIES))
     real = gl.arange(0, BLOCK, layout=L) < find_tile(seen, 0)[1]
+    started = _split_scores(started, OPTIONS)
     h1, kept1 = (), ()
     for i in gl.static_range(FIRST):
         h, kept = _activate(_plus(started[i], buffers.a[i]), buffers, 0, i, ACTIVATION, OPTIONS)
         h1, kept1 = h1 + (h.to(DTYPE),), kept1 + (kept,)
-    z2, operands = (), ()
-    for j in gl.static_range(SECOND):
-        part, used = _start_second(h1, buffers, j, DTYPE, OPTIONS)
-        z2, operands = z2 + (part,), operands + used
-    done = warpgroup_mma_wait(0, deps=z2 + operands + sums.products)
-    z2, products = done[:SECOND], done[len(done) - FIRST :]
+    z2, operands = _start_second(h1, buffers.second, 0, buffers.second[0].shape[0])
+    done = warpgroup_mma_wait(0, deps=(z2,) + operands + sums.products)
+    z2, products = _split(done[0], OPTIONS), done[len(done) - FIRST :]
     dots, started = started[FIRST], ()
     h2, kept2 = (), ()
     for j in gl.static_range(SECOND):
@@ -296,7 +403,7 @@ def _tile(
     else:
         dh, used = (), ()
         for i in gl.static_range(FIRST):
-            part, operands = _start_back(dz, buffers.second[i])
+            part, operands = _start_back(dz, buffers.second[i], OPTIONS)
             dh, used = dh + (part,), used + operands
         dh, of_tables = warpgroup_mma_wait(0, deps=dh + used), ()
         for i in gl.static_range(FIRST):
@@ -306,7 +413,7 @@ def _tile(
     fence_async_shared()
     thread_barrier()
     if NEXT:
-        started = _start_tile(buffers, step + 1, find_tile(seen, BLOCK)[1])
+        started = _start_tile(buffers, step + 1, find_tile(seen, BLOCK)[1], OPTIONS)
     new_products = ()
     for i in gl.static_range(FIRST):
         if MLP:
@@ -323,7 +430,7 @@ def _tile(
     if len(tables) > 0:
         tables = _join(tables, of_tables)
     if NEXT:
-        started = warpgroup_mma_wait(FIRST, deps=started)
+        started = _wait(started, FIRST)
     else:
         new_products = warpgroup_mma_wait(0, deps=new_products)
         if FIRST == 1:
@@ -346,10 +453,10 @@ def _load_row(operands, strides, weights, gradients, buffers, last_bias, row, OP
     """Store M, a and do of a row of q in shared memory. Its Row."""
     WIDTH: gl.constexpr = buffers.k.shape[2]
     q_ptr = operands.q + row * (strides[0] * OPTIONS.align)
-    _store_first(buffers, q_ptr, operands.of_k, weights[0], OPTIONS)
+    _store_m(buffers.first, q_ptr, operands.of_k, weights[0], OPTIONS)
     a_ptr = operands.a + row * (strides[2] * OPTIONS.align)
     _store_vectors(buffers.a, _load_pieces(a_ptr, 0, OPTIONS))
-    _store_do(buffers.do, gradients[0] + row * OPTIONS.width, OPTIONS)
+    _store_do(_do_rows(buffers.first, buffers.do, OPTIONS), gradients[0] + row * OPTIONS.width, OPTIONS)
     lse, delta = 0.0, 0.0
     if OPTIONS.softmax:
         lse, delta = gl.load(gradients[1] + row), gl.load(gradients[2] + row)
@@ -436,12 +543,12 @@ def _make_table(ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
 
 
 @safe_ptxas
-@gluon.jit(do_not_specialize=["num_rows", "num_segments"])
+@gluon.jit(do_not_specialize=["num_segments"])
 def din_bwd_rows_hopper_kernel(
-    k_desc, operands, strides, weights, biases, tables, gradients, users,
-    num_rows, num_segments, MLP: gl.constexpr, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
+    k_desc, operands, strides, weights, biases, tables, gradients, users, costs_ptr,
+    num_segments, MLP: gl.constexpr, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
-    """Each program has every num_programs-th row of q.
+    """Each program has a share of the rows of q. costs: of din_costs_kernel.
 
     gradients: do, lse, delta, then dq, da, and the program's parts of dDᵀ and dBᵀ
     `[2, E, H1]`, and of the sums `[3, H1]` of the first table. MLP: then its part of dW2ᵀ
@@ -466,16 +573,17 @@ def din_bwd_rows_hopper_kernel(
     if MLP:
         dz, last = (_make_matrix(DTYPE, BLOCK, BLOCK),), _zero_vectors(1, OPTIONS)
         dz[0].store(gl.zeros([BLOCK, BLOCK], DTYPE, mma_layout(BLOCK, BLOCK)))
+    first, do = _make_m(1, DTYPE, WIDTH, OPTIONS)
     buffers = Buffers(
         gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, WIDTH], k_desc.layout),
         make_barriers(STAGES, 1),
-        _make_first(DTYPE, WIDTH, OPTIONS),
+        _slot(first, 0),
         _make_second(weights[1], OPTIONS),
         _make_vectors(0, OPTIONS),
         _make_vectors(1, OPTIONS),
         _make_vectors(1, OPTIONS),
         of_units,
-        _make_matrix(DTYPE, COPIES, WIDTH),
+        _slot(do, 0),
         dz,
         h,
         total,
@@ -488,14 +596,13 @@ def din_bwd_rows_hopper_kernel(
         gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, mma_layout(BLOCK, COPIES))), of_tables,
     )  # fmt: skip
     step, missing = 0, AHEAD
-    next_seen = _find_seen(gl.program_id(0), num_rows, num_segments, users, OPTIONS)
-    for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
+    first_of_q, end, user = _find_share(costs_ptr, users, num_segments)
+    next_seen, user = _find_seen(first_of_q, end, user, num_segments, users, OPTIONS)
+    for row in range(first_of_q, end):
         seen = next_seen
         _load_missing(k_desc, buffers, seen, step, missing)
-        next_row = row + gl.num_programs(0)
-        next_seen = _find_seen(next_row, num_rows, num_segments, users, OPTIONS)
+        next_seen, user = _find_seen(row + 1, end, user, num_segments, users, OPTIONS)
         missing = num_missing(seen, BLOCK)
-        row = row.to(gl.int64)
         if not MLP:
             sums = Sums(
                 _zeros(ROWS, 0, OPTIONS), _zero_vectors(0, OPTIONS), (), sums.last_bias, sums.tables
@@ -506,7 +613,8 @@ def din_bwd_rows_hopper_kernel(
             )
             fence_async_shared()
             thread_barrier()
-            started = warpgroup_mma_wait(0, deps=_start_tile(buffers, step, find_tile(seen, 0)[1]))
+            started = _start_tile(buffers, step, find_tile(seen, 0)[1], OPTIONS)
+            started = _wait(started, 0)
             while end_of(seen) > BLOCK:
                 started, sums = _tile(
                     started, sums, k_desc, buffers, of_row, seen, next_seen, step,
@@ -589,11 +697,9 @@ class Events(NamedTuple):
     Buffers'."""
 
     k: gl.shared_memory_descriptor
-    of_k: gl.tuple
-    products: gl.tuple
     first: gl.tuple
     a: gl.tuple
-    do: gl.shared_memory_descriptor
+    do: gl.tuple
     second: gl.tuple
     bias: gl.tuple
     weight: gl.tuple
@@ -601,42 +707,18 @@ class Events(NamedTuple):
 
 
 @gluon.jit
-def _make_first_linear(ptr, WIDTH: gl.constexpr, OPTIONS: gl.constexpr):
-    """Pieces `[n, WIDTH]` of B or D in shared memory."""
-    L: gl.constexpr = vector_layout(WIDTH)
-    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))[None, :]
-    found = ()
-    for i in gl.static_range(len(OPTIONS.pieces[0])):
-        rows = OPTIONS.pieces[0][i][0] + gl.arange(
-            0, OPTIONS.pieces[0][i][1], layout=gl.SliceLayout(1, L)
-        )
-        mask = (rows < OPTIONS.hidden[0])[:, None] & (column < OPTIONS.width)
-        offsets = rows[:, None] * OPTIONS.width + column
-        buffer = _make_matrix(ptr.dtype.element_ty, OPTIONS.pieces[0][i][1], WIDTH)
-        buffer.store(gl.load(ptr + offsets, mask=mask, other=0.0))
-        found = found + (buffer,)
-    return found
-
-
-@gluon.jit
 def _store_row(
-    operands, strides, gradients, events, slot, row, OPTIONS: gl.constexpr
+    operands, strides, weights, gradients, events, slot, row, OPTIONS: gl.constexpr
 ):
     """Store M, a and do of a row of q in its slot of shared memory. Its lse and delta."""
-    WIDTH: gl.constexpr = events.k.shape[1]
-    L: gl.constexpr = vector_layout(WIDTH)
-    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))[None, :]
     q_ptr = operands.q + row * (strides[0] * OPTIONS.align)
-    q = gl.load(q_ptr + column, mask=column < OPTIONS.width, other=0.0)
     a = _load_pieces(operands.a + row * (strides[2] * OPTIONS.align), 0, OPTIONS)
-    for i in gl.static_range(len(events.first)):
-        for chunk in gl.static_range(events.of_k[i].shape[0] // 16):  # few registers
-            of_k = events.of_k[i].slice(16 * chunk, 16).load(L)
-            products = events.products[i].slice(16 * chunk, 16).load(L)
-            m = events.first[i].index(slot).slice(16 * chunk, 16)
-            m.store(packed_fma(products, q, of_k))
+    first = _slot(events.first, slot)
+    _store_m(first, q_ptr, operands.of_k, weights[0], OPTIONS)
+    for i in gl.static_range(len(a)):
         events.a[i].index(slot).store(a[i])
-    _store_do(events.do.index(slot), gradients[0] + row * OPTIONS.width, OPTIONS)
+    do = _do_rows(first, _slot(events.do, slot), OPTIONS)
+    _store_do(do, gradients[0] + row * OPTIONS.width, OPTIONS)
     lse, delta = 0.0, 0.0
     if OPTIONS.softmax:
         lse, delta = gl.load(gradients[1] + row), gl.load(gradients[2] + row)
@@ -644,36 +726,26 @@ def _store_row(
 
 
 @gluon.jit
-def _start_row(events, slot):
-    """Start z1 and do · k for a row of q."""
-    found = ()
-    for i in gl.static_range(len(events.first)):
-        found = found + (mma_abt(events.k, events.first[i].index(slot)),)
-    return found + (mma_abt(events.k, events.do.index(slot).slice(0, COPIES, 0)),)
-
-
-@gluon.jit
-def _make_pairs(DTYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Two of _make_matrix."""
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], DTYPE)
-    return gl.allocate_shared_memory(DTYPE, [2, ROWS, COLUMNS], SHARED)
+def _start_row(events, slot, OPTIONS: gl.constexpr):
+    """_start_scores for a row of q."""
+    first, do = _slot(events.first, slot), _slot(events.do, slot)
+    return _start_scores(events.k, first, do, OPTIONS)
 
 
 @gluon.jit
 def _make_events(
     operands, weights, tables, DTYPE: gl.constexpr, WIDTH: gl.constexpr, OPTIONS: gl.constexpr
 ):
-    first, a = (), ()
+    a = ()
+    first, do = _make_m(2, DTYPE, WIDTH, OPTIONS)
     for i in gl.static_range(len(OPTIONS.pieces[0])):
-        first = first + (_make_pairs(DTYPE, OPTIONS.pieces[0][i][1], WIDTH),)
         a = a + (gl.allocate_shared_memory(gl.float32, [2, OPTIONS.pieces[0][i][1]], WORDS),)
     of_units = ()
     if has_table(OPTIONS.units):
         of_units = _make_table(tables[0], 0, OPTIONS), _make_table(tables[1], 1, OPTIONS)
     return Events(
         _make_matrix(DTYPE, BLOCK, WIDTH),
-        _make_first_linear(operands.of_k, WIDTH, OPTIONS),
-        _make_first_linear(weights[0], WIDTH, OPTIONS), first, a, _make_pairs(DTYPE, 16, WIDTH),
+        first, a, do,
         _make_second(weights[1], OPTIONS), _make_vectors(1, OPTIONS), _make_vectors(1, OPTIONS),
         of_units,
     )  # fmt: skip
@@ -725,27 +797,27 @@ def din_bwd_events_hopper_kernel(
         number = _row_number(0, queries, OPTIONS)
         row = q_start + number
         lse, delta = _store_row(
-            operands, strides, gradients, events, 0, row, OPTIONS
+            operands, strides, weights, gradients, events, 0, row, OPTIONS
         )
         mbarrier.wait(loaded.index(0), 0)
         if kv_len - start < BLOCK:
             zero_rows(events.k, kv_len - start, 0, 1)
         fence_async_shared()
         thread_barrier()
-        started = warpgroup_mma_wait(0, deps=_start_row(events, 0))
+        started = _wait(_start_row(events, 0, OPTIONS), 0)
         acc = warpgroup_mma_init(dk)
         for i in range(0, queries.count - 1):
             next_number = _row_number(i + 1, queries, OPTIONS)
             real = _sees(start, number, queries, q_len, kv_len, OPTIONS)
             started, acc, lse, delta = _row(
                 started, acc, Row(lse, delta, last_bias), real, i & 1, events, operands,
-                strides, gradients, q_start + next_number, True, ACTIVATION, OPTIONS,
+                strides, weights, gradients, q_start + next_number, True, ACTIVATION, OPTIONS,
             )  # fmt: skip
             number = next_number
         real = _sees(start, number, queries, q_len, kv_len, OPTIONS)
         nothing, dk, lse, delta = _row(
             started, acc, Row(lse, delta, last_bias), real, (queries.count - 1) & 1, events,
-            operands, strides, gradients, row, False, ACTIVATION, OPTIONS,
+            operands, strides, weights, gradients, row, False, ACTIVATION, OPTIONS,
         )  # fmt: skip
     event, column = _places(dk, 0)
     ptrs = gradients[3] + (kv_start + start + event) * OPTIONS.width + column
@@ -764,7 +836,7 @@ def _row_number(i, queries, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _row(
-    started, dk, row, real, slot, events, operands, strides, gradients, next_row,
+    started, dk, row, real, slot, events, operands, strides, weights, gradients, next_row,
     NEXT: gl.constexpr, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
     """What `_start_row` starts for the next row of q, if there is one (NEXT), dk with this row's,
@@ -773,18 +845,16 @@ def _row(
     WIDTH: gl.constexpr = events.k.shape[1]
     FIRST: gl.constexpr = len(OPTIONS.pieces[0])
     SECOND: gl.constexpr = len(OPTIONS.pieces[1])
+    started = _split_scores(started, OPTIONS)
     h1, kept1 = (), ()
     for i in gl.static_range(FIRST):
         h, kept = _activate(
             _plus(started[i], events.a[i].index(slot)), events, 0, i, ACTIVATION, OPTIONS
         )
         h1, kept1 = h1 + (h.to(DTYPE),), kept1 + (kept,)
-    z2, operands2 = (), ()
-    for j in gl.static_range(SECOND):
-        part, used = _start_second(h1, events, j, DTYPE, OPTIONS)
-        z2, operands2 = z2 + (part,), operands2 + used
-    done = warpgroup_mma_wait(0, deps=z2 + operands2 + (dk,))
-    z2, dk = done[:SECOND], done[len(done) - 1]
+    z2, operands2 = _start_second(h1, events.second, 0, events.second[0].shape[0])
+    done = warpgroup_mma_wait(0, deps=(z2,) + operands2 + (dk,))
+    z2, dk = _split(done[0], OPTIONS), done[len(done) - 1]
     h2, kept2 = (), ()
     for j in gl.static_range(SECOND):
         h, kept = _activate(_plus(z2[j], events.bias[j]), events, 1, j, ACTIVATION, OPTIONS)
@@ -794,7 +864,7 @@ def _row(
     for j in gl.static_range(SECOND):
         part = gl.sum(h2[j] * _of_columns(events.weight[j], h2[j]), 1)
         p += gl.convert_layout(part, L, assert_trivial=True)
-    ds = gl.sum(started[FIRST], 1)
+    ds = gl.convert_layout(gl.sum(started[FIRST], 1), L, assert_trivial=True)
     if OPTIONS.softmax:
         p = gl.exp(p - row.lse)
         ds = p * (ds - row.delta)
@@ -809,13 +879,13 @@ def _row(
         dz2 = dz2 + (dz.to(DTYPE),)
     dh, operands1 = (), ()
     for i in gl.static_range(FIRST):
-        part, used = _start_back(dz2, events.second[i])
+        part, used = _start_back(dz2, events.second[i], OPTIONS)
         dh, operands1 = dh + (part,), operands1 + used
     lse, delta = row.lse, row.delta
     if NEXT:
         thread_barrier()  # all warps have waited for the MMAs that read the next row's slot
         lse, delta = _store_row(
-            operands, strides, gradients, events, 1 - slot, next_row, OPTIONS
+            operands, strides, weights, gradients, events, 1 - slot, next_row, OPTIONS
         )
         fence_async_shared()
         thread_barrier()
@@ -826,15 +896,17 @@ def _row(
         dz1 = dz1 + (to_mma_operand(dz, DTYPE, WIDTH),)
     started = ()
     if NEXT:
-        started = _start_row(events, 1 - slot)
+        started = _start_row(events, 1 - slot, OPTIONS)
     column = gl.arange(0, 16, layout=gl.SliceLayout(0, mma_layout(BLOCK, 16)))[None, :]
     ones = gl.zeros([BLOCK, 16], gl.float32, mma_layout(BLOCK, 16))
     of_do = to_mma_operand(gl.where(column == 0, _beside(p, ones), ones), DTYPE, WIDTH)
-    dk = warpgroup_mma(of_do, events.do.index(slot), dk, is_async=True)
+    first = _slot(events.first, slot)
+    do_rows = _do_rows(first, _slot(events.do, slot), OPTIONS)
+    dk = warpgroup_mma(of_do, do_rows.slice(0, 16, 0), dk, is_async=True)
     for i in gl.static_range(FIRST):
-        dk = warpgroup_mma(dz1[i], events.first[i].index(slot), dk, is_async=True)
+        dk = warpgroup_mma(dz1[i], _piece(first, i, OPTIONS), dk, is_async=True)
     if NEXT:
-        started = warpgroup_mma_wait(FIRST + 1, deps=started)
+        started = _wait(started, FIRST + 1)
     else:
         dk = warpgroup_mma_wait(0, deps=(dk,) + dz1 + (of_do,))[0]
     return started, dk, lse, delta

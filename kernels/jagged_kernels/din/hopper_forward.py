@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..common.activations import _fast_tanh
 from ..common.gluon_api import load_tile, thread_barrier
 from ..common.pipeline import (
+    halves,
     make_barriers,
     mma_abt,
     mma_layout,
@@ -45,6 +46,7 @@ from ..common.pipeline import (
 from ..common.ptxas import safe_ptxas
 from .configs import HOPPER_STAGES
 from .mlp import has_table, packed_fma
+from .shares import first_row
 from .walk import AHEAD, end_of, find_seen, find_tile, find_tile_ahead, num_missing, without_tile
 
 BLOCK = gl.constexpr(64)  # events of a tile
@@ -97,11 +99,26 @@ def _find_user(index, offsets_ptr, num_segments, SHIFT: gl.constexpr = None):
 
 
 @gluon.jit
-def _find_seen(row, num_rows, num_segments, users, OPTIONS: gl.constexpr):
-    """The Seen of a row of q."""
+def _find_share(costs_ptr, users, num_segments):
+    """The first row of q of the program's share, the end of the share, and its first user."""
+    total = gl.load(costs_ptr + num_segments)
+    cost = total * gl.program_id(0) // gl.num_programs(0)
+    end_cost = total * (gl.program_id(0) + 1) // gl.num_programs(0)
+    user = _find_user(cost, costs_ptr, num_segments + 1)
+    end_user = _find_user(end_cost, costs_ptr, num_segments + 1)
+    row = first_row(costs_ptr, users.q_offsets, user, cost)
+    return row, first_row(costs_ptr, users.q_offsets, end_user, end_cost), user
+
+
+@gluon.jit
+def _find_seen(row, end, user, num_segments, users, OPTIONS: gl.constexpr):
+    """The Seen of a row of q of a user or of one behind, none from the end of the share on; and the
+    user."""
     MASK: gl.constexpr = OPTIONS.mask
-    user = _find_user(row, users.q_offsets, num_segments)
-    return find_seen(row, user, num_rows, num_segments, users, MASK, BLOCK)
+    user = gl.minimum(user, num_segments - 1)
+    while (row < end) & (row >= gl.load(users.q_offsets + user + 1)):
+        user += 1
+    return find_seen(row, user, end, num_segments, users, MASK, BLOCK), user
 
 
 @gluon.jit
@@ -175,13 +192,20 @@ def _make_matrix(DTYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr)
     return gl.allocate_shared_memory(DTYPE, [ROWS, COLUMNS], SHARED)
 
 
+@gluon.constexpr_function
+def whole_units(pieces):
+    """Number of columns of an MMA that computes all pieces of a layer."""
+    first, size = pieces[len(pieces) - 1]
+    return size if len(pieces) == 1 else 2 * first
+
+
 @gluon.jit
-def _make_second_piece(ptr, i: gl.constexpr, j: gl.constexpr, OPTIONS: gl.constexpr):
+def _make_second_piece(ptr, i: gl.constexpr, OPTIONS: gl.constexpr):
     K: gl.constexpr = OPTIONS.pieces[0][i][1]
-    N: gl.constexpr = OPTIONS.pieces[1][j][1]
+    N: gl.constexpr = whole_units(OPTIONS.pieces[1])
     L: gl.constexpr = vector_layout(K)
     columns = OPTIONS.pieces[0][i][0] + gl.arange(0, K, layout=gl.SliceLayout(0, L))
-    rows = OPTIONS.pieces[1][j][0] + gl.arange(0, N, layout=gl.SliceLayout(1, L))
+    rows = gl.arange(0, N, layout=gl.SliceLayout(1, L))
     mask = (rows < OPTIONS.hidden[1])[:, None] & (columns < OPTIONS.hidden[0])[None, :]
     ptrs = ptr + rows[:, None] * OPTIONS.hidden[0] + columns[None, :]
     buffer = _make_matrix(ptr.dtype.element_ty, N, K)
@@ -191,13 +215,10 @@ def _make_second_piece(ptr, i: gl.constexpr, j: gl.constexpr, OPTIONS: gl.conste
 
 @gluon.jit
 def _make_second(ptr, OPTIONS: gl.constexpr):
-    """W2 in shared memory: for each piece of the first layer, those of the second one."""
+    """W2 in shared memory: for each piece of the first layer, all units of the second one."""
     found = ()
     for i in gl.static_range(len(OPTIONS.pieces[0])):
-        pieces = ()
-        for j in gl.static_range(len(OPTIONS.pieces[1])):
-            pieces = pieces + (_make_second_piece(ptr, i, j, OPTIONS),)
-        found = found + (pieces,)
+        found = found + (_make_second_piece(ptr, i, OPTIONS),)
     return found
 
 
@@ -333,15 +354,33 @@ def _start_first(buffers, step, num_rows):
 
 
 @gluon.jit
-def _start_second(h, buffers, j: gl.constexpr, DTYPE: gl.constexpr, OPTIONS: gl.constexpr):
-    """Start z2 of a piece, and its operands in registers."""
-    N: gl.constexpr = OPTIONS.pieces[1][j][1]
-    operands = (to_mma_operand(h[0], DTYPE, N),)
-    z = mma_abt(operands[0], buffers.second[0][j])
+def _start_second(h, second, FIRST: gl.constexpr, UNITS: gl.constexpr):
+    """Start z2 of some units of the second layer, and its operands in registers."""
+    operands = (to_mma_operand(h[0], second[0].dtype, UNITS),)
+    z = mma_abt(operands[0], second[0].slice(FIRST, UNITS, 0))
     for i in gl.static_range(1, len(h)):
-        operands = operands + (to_mma_operand(h[i], DTYPE, N),)
-        z = mma_abt(operands[i], buffers.second[i][j], z)
+        operands = operands + (to_mma_operand(h[i], second[0].dtype, UNITS),)
+        z = mma_abt(operands[i], second[i].slice(FIRST, UNITS, 0), z)
     return z, operands
+
+
+@gluon.jit
+def _split(z, OPTIONS: gl.constexpr):
+    """The pieces of z2, of an MMA's columns: registers of the same thread."""
+    if len(OPTIONS.pieces[1]) == 1:
+        return (z,)
+    else:
+        left, right = halves(z)
+        return left, _narrow(right, OPTIONS.pieces[1][1][1])
+
+
+@gluon.jit
+def _narrow(x, COLUMNS: gl.constexpr):
+    """The first columns of x."""
+    if x.shape[1] == COLUMNS:
+        return x
+    else:
+        return _narrow(halves(x)[0], COLUMNS)
 
 
 @gluon.jit
@@ -363,7 +402,9 @@ def _tile(
         h = h + (piece,)
     z2, operands = (), ()
     for j in gl.static_range(SECOND):
-        part, used = _start_second(h, buffers, j, DTYPE, OPTIONS)
+        part, used = _start_second(
+            h, buffers.second, OPTIONS.pieces[1][j][0], OPTIONS.pieces[1][j][1]
+        )
         z2, operands = z2 + (part,), operands + used
     if NEXT:
         next_z = _start_first(buffers, step + 1, find_tile(seen, BLOCK)[1])
@@ -402,10 +443,11 @@ def _tile(
 @safe_ptxas
 @gluon.jit(do_not_specialize=["num_rows", "num_segments"])
 def din_fwd_hopper_kernel(
-    k_desc, operands, strides, weights, biases, tables, results, users,
+    k_desc, operands, strides, weights, biases, tables, results, users, costs_ptr,
     num_rows, num_segments, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
-    """Each program has every num_programs-th row of q. results: as in triton_forward.py."""
+    """Each program has a share of the rows of q, and every num_programs-th row behind the last
+    segment. costs: of din_costs_kernel. results: as in triton_forward.py."""
     WIDTH: gl.constexpr = k_desc.block_type.shape[1]
     DTYPE: gl.constexpr = k_desc.dtype
     P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, BLOCK], DTYPE)
@@ -433,14 +475,13 @@ def din_fwd_hopper_kernel(
     columns = gl.arange(0, COPIES, layout=gl.SliceLayout(0, L))[None, :]
     units = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))[:, None]
     step, missing = 0, AHEAD
-    next_seen = _find_seen(gl.program_id(0), num_rows, num_segments, users, OPTIONS)
-    for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
+    first, end, user = _find_share(costs_ptr, users, num_segments)
+    next_seen, user = _find_seen(first, end, user, num_segments, users, OPTIONS)
+    for row in range(first, end):
         seen = next_seen
         _load_missing(k_desc, buffers, seen, step, missing)
-        next_row = row + gl.num_programs(0)
-        next_seen = _find_seen(next_row, num_rows, num_segments, users, OPTIONS)
+        next_seen, user = _find_seen(row + 1, end, user, num_segments, users, OPTIONS)
         missing = num_missing(seen, BLOCK)
-        row = row.to(gl.int64)
         sums = Sums(
             gl.zeros([WIDTH, COPIES], gl.float32, L),
             float("-inf"),
@@ -478,3 +519,8 @@ def din_fwd_hopper_kernel(
             acc.to(results[0].dtype.element_ty),
             mask=(columns == 0) & (units < OPTIONS.width),
         )
+    behind = gl.load(users.q_offsets + num_segments).to(gl.int64)
+    for row in range(behind + gl.program_id(0), num_rows, gl.num_programs(0)):
+        zeros = gl.zeros([WIDTH, COPIES], results[0].dtype.element_ty, L)
+        ptrs = results[0] + row * OPTIONS.width + units + columns * 0
+        gl.store(ptrs, zeros, mask=(columns == 0) & (units < OPTIONS.width))

@@ -46,6 +46,7 @@ from .hopper_backward import din_bwd_events_hopper_kernel, din_bwd_rows_hopper_k
 from .hopper_forward import din_fwd_hopper_kernel
 from .mlp import Operands, Options, Unit, Users, has_table
 from .results import empty_gradients, joined_moments
+from .shares import din_costs_kernel
 from .triton_backward import din_bwd_dkdv_kernel, din_bwd_dmlp_kernel, din_bwd_dq_kernel
 from .triton_forward import din_fwd_kernel, din_moments_kernel, din_units_kernel
 
@@ -166,6 +167,14 @@ def _on_hopper(launch: _Launch, kernel: str) -> _Launch:
     return launch._replace(constants=constants, config=config)
 
 
+def _costs(users: Users, num_users: int, options: Options) -> Tensor:
+    """What `din_costs_kernel` computes: int64 `[B + 1]`."""
+    costs = users.kv_offsets.new_empty(num_users + 1, dtype=torch.int64)
+    block = min(1024, triton.next_power_of_2(num_users))
+    din_costs_kernel[(1,)](users, costs, num_users, MASK=options.mask, BLOCK=block, num_warps=8)
+    return costs
+
+
 def _fake(operands, *_):
     q, v = operands[0], operands[1 if len(operands) == 4 else 4]
     return q.new_empty((q.shape[0], v.shape[1])), q.new_empty(q.shape[:1], dtype=torch.float32)
@@ -207,9 +216,11 @@ def triton_din(
         return out.zero_(), lse.zero_()
     if _runs_hopper(launch.operands.k, launch.constants["OPTIONS"], False):
         launch = _on_hopper(launch, "fwd")
+        costs = _costs(users, num_users, launch.constants["OPTIONS"])
         din_fwd_hopper_kernel[(launch.programs(rows),)](
-            launch.events, *launch.tensors, (out, lse), users, rows, num_users, **launch.constants
-        )
+            launch.events, *launch.tensors, (out, lse), users, costs, rows, num_users,
+            **launch.constants,
+        )  # fmt: skip
         return out, lse
     launch = launch._replace(tables=tuple(_unit_rows(launch.tables, activation)))
     din_fwd_kernel[(launch.programs(rows),)](
@@ -297,11 +308,12 @@ def triton_din_backward(
     dq, dk, da, _, dv = (*results[:count], results[0])[:5] if layer < 0 else [do] * 5
     first = do.new_zeros((programs, 2, *weights[0].shape[::-1]), dtype=torch.float32)
     if hopper:
+        costs = _costs(users, num_users, launch.constants["OPTIONS"])
         of_rows = (dq, da, first, sums[0]), (parts, sums[1])
         for mlp, found in enumerate(of_rows):
             launch = _on_hopper(launch, "mlp" if mlp else "rows")
             din_bwd_rows_hopper_kernel[(programs,)](
-                launch.events, *launch.tensors, (do, lse, delta, *found), users, rows, num_users,
+                launch.events, *launch.tensors, (do, lse, delta, *found), users, costs, num_users,
                 MLP=bool(mlp), **launch.constants,
             )  # fmt: skip
         launch = _on_hopper(launch, "events")

@@ -78,6 +78,8 @@ def compile_din(
             return tuples[arg]
         if arg == "k_desc":
             return gluon_descriptor(dtype, [64, max(64, padded_dim(width))])
+        if arg == "costs_ptr":
+            return "*i64"
         if arg.endswith("_ptr"):
             return "*fp32" if arg.removesuffix("_ptr") in FP32 else element
         return None
