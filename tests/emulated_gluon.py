@@ -360,7 +360,7 @@ program = types.SimpleNamespace(id=0, count=1)
 def load(ptr, mask=None, other=None):
     offset = torch.as_tensor(ptr.offset)
     if mask is None:
-        return Value(ptr.flat[offset])
+        return Value(ptr.flat[offset].clone())
     offset, mask = torch.broadcast_tensors(offset, raw(mask))
     found = torch.full(offset.shape, 0 if other is None else other, dtype=ptr.flat.dtype)
     found[mask] = ptr.flat[offset[mask]]
@@ -389,15 +389,32 @@ ASSEMBLY = {  # by a part of its text
     "rcp.approx": torch.reciprocal,
     "lg2.approx": torch.log2,
     "shfl.sync.idx": lambda x: x,
+    "fence.proxy.async; mov": lambda x: x,
+    "bulk.wait_group 0; mov": lambda x: x,
     "cvt.rn.relu.bf16x2": lambda z: torch.relu(z).bfloat16(),
     "fma.rn.bf16x2": lambda x, y, z: (x.double() * y.double() + z.double()).bfloat16(),
     "setp.gt.f32": lambda z, slope: torch.where(z > 0, z, slope * z),
 }
 
 
+def atomic_add(ptr, x, mask=None, sem=None):
+    old = load(ptr)
+    store(ptr, old + x)
+    return old
+
+
+def _acquire(ptr):
+    """The others run before a loop reads again."""
+    if warpgroups.alive:
+        warpgroups.wait(0.001)
+    return load(ptr)
+
+
 def assembly(text, constraints, args, dtype, is_pure, pack):
+    if "ld.acquire" in text:
+        return _acquire(*args)
     (function,) = (f for part, f in ASSEMBLY.items() if part in text)
-    xs = torch.broadcast_tensors(*(raw(x) for x in args))
+    xs = torch.broadcast_tensors(*(torch.as_tensor(raw(x)) for x in args))
     return Value(function(*xs).to(dtype))
 
 
@@ -439,7 +456,8 @@ _language: dict[str, Any] = dict(
     constexpr=lambda x: x, tensor=Value, tuple=tuple, shared_memory_descriptor=Shared,
     int1=torch.bool, int32=torch.int32, int64=torch.int64, float32=torch.float32,
     bfloat16=torch.bfloat16, float16=torch.float16, PropagateNan=types.SimpleNamespace(ALL=True),
-    load=load, store=store, sum=_reduction(torch.sum), max=_reduction(torch.amax),
+    load=load, store=store, atomic_add=atomic_add,
+    sum=_reduction(torch.sum), max=_reduction(torch.amax),
     exp=_elementwise(torch.exp), exp2=_elementwise(torch.exp2), log=_elementwise(torch.log),
     abs=_elementwise(torch.abs), where=_elementwise(torch.where), maximum=_maximum,
     minimum=_elementwise(torch.fmin), cast=lambda x, dtype: Value(x).to(dtype),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulated_gluon import Descriptor, emulated
 from jagged_kernels.attention import select
-from jagged_kernels.attention.hopper import launch
+from jagged_kernels.attention.hopper import dq_sums, launch
 from jagged_kernels.common.configs import padded_dim
 from jagged_kernels.din import op as din
 
@@ -32,6 +32,7 @@ def hopper_attention(monkeypatch):
     """implementation="hopper" runs on a CPU."""
     _replace_kernels(monkeypatch, launch)
     monkeypatch.setattr(launch, "head_descriptor", _head_descriptor)
+    monkeypatch.setattr(dq_sums, "descriptor", Descriptor)
     supported = select.hopper_is_supported
     monkeypatch.setattr(select, "hopper_is_supported", lambda *x: supported(*x[:3], (9, 0)))
 

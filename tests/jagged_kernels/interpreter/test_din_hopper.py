@@ -21,13 +21,13 @@ def check(activation, **options):
     accuracy.assert_accurate({"out": out}, bounds, activation)
 
 
-@slow_after(5, "normalize", [None, "softmax"])
+@slow_after(1, "normalize", [None, "softmax"])
 @pytest.mark.parametrize("activation", [x for x in ACTIVATIONS if x != "dice"])
 def test_forward(activation, normalize):
     check(activation, normalize=normalize, **SIZES)
 
 
-@slow_after(4, "normalize", [None, "softmax"])
+@slow_after(1, "normalize", ["softmax", None])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(mask, normalize):
     check("relu", normalize=normalize, mask=mask, **SIZES)
