@@ -42,6 +42,8 @@ def raw(x: Any) -> Any:
 
 
 class _Type:
+    """What a kernel asks of the type of a value or pointer."""
+
     layout = None
 
     def __init__(self, dtype: torch.dtype):
@@ -54,19 +56,14 @@ def _operator(name: str) -> Callable:
     def forward(x, y):
         if isinstance(y, Pointer):
             return NotImplemented
-        return Value(_apply(function, raw(x), raw(y)))
+        return Value(function(raw(x), raw(y)))
 
     return forward
 
 
 def _reflected(name: str) -> Callable:
     function = getattr(operator, name)
-    return lambda x, y: Value(_apply(function, raw(y), raw(x)))
-
-
-def _apply(function: Callable, x: Any, y: Any) -> Any:
-    return function(torch.as_tensor(x) if not isinstance(x, Tensor) and not isinstance(y, Tensor)
-                    else x, y)  # fmt: skip
+    return lambda x, y: Value(function(raw(y), raw(x)))
 
 
 class Value:
@@ -279,6 +276,7 @@ class Barriers:
         return self.items[int(raw(i))]
 
 
+BARRIERS = object()  # the layout of memory for them
 warpgroups, state = Warpgroups(), types.SimpleNamespace(late=True, mmas={})
 
 
@@ -434,9 +432,6 @@ def _allocate(dtype, shape, layout):
     return Shared(data.fill_(math.nan) if dtype.is_floating_point else data.zero_())
 
 
-BARRIERS = object()  # the layout of memory for them
-
-
 class _Anything:
     """What has no meaning here: layouts, barriers, types in annotations."""
 
@@ -472,16 +467,20 @@ _language: dict[str, Any] = dict(
 )  # fmt: skip
 
 
+def _missing(*args, **options):
+    raise NotImplementedError("not emulated")
+
+
 class _Module(types.ModuleType):
-    """A stand-in of a module of Triton: what it lacks has no meaning here."""
+    """A stand-in of a module of Triton. Classes that it lacks, as layouts, have no meaning here."""
 
     def __init__(self, name: str, **items: Any):
         super().__init__(name)
         self.__dict__.update(items, __path__=[])
 
     def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name.islower():
+            raise AttributeError(f"{self.__name__}.{name} is not emulated")
         return _nothing
 
 
@@ -492,6 +491,9 @@ _mbarrier.MBarrierLayout = lambda: BARRIERS
 _hopper = dict(warpgroup_mma=_mma, warpgroup_mma_wait=_wait, warpgroup_mma_init=lambda x: x)
 _hopper |= dict(mbarrier=_mbarrier, fence_async_shared=_nothing, tma=_nothing)
 _api = dict(load_tile=_load_tile, store_tile=_store_tile, add_tile=_add_tile)
+_api |= dict(thread_barrier=_nothing, reinterpret=_missing, reinterprets_padding=True)
+_of_host = dict.fromkeys(["fill", "heads_first", "shape_and_strides"], _nothing)
+_of_host |= dict(Described=type("Described", (), {}))
 STANDINS = {
     "triton": _Module("triton", **_jit, JITFunction=types.FunctionType),
     "triton.language": _gl,
@@ -503,10 +505,8 @@ STANDINS = {
         "nvidia", hopper=types.SimpleNamespace(TensorDescriptor=object)
     ),
     "jagged_kernels.common.ptxas": _Module("ptxas", safe_ptxas=_decorator),
-    "jagged_kernels.common.gluon_api": _Module("gluon_api", **_api, thread_barrier=_nothing),
-    "jagged_kernels.common.descriptors": _Module(
-        "descriptors", Described=type("Described", (), {})
-    ),
+    "jagged_kernels.common.gluon_api": _Module("gluon_api", **_api),
+    "jagged_kernels.common.descriptors": _Module("descriptors", **_of_host),
 }
 
 
