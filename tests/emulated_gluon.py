@@ -5,21 +5,29 @@
 
 Triton's interpreter runs no Gluon. Here a kernel's module, and those of ours that it imports, are
 executed again with stand-ins for Triton: values are torch tensors (`Value`), pointers a flat tensor
-and offsets, shared memory tensors full of NaN. Layouts, registers and warps do not exist. What is
-asynchronous happens at once, a load by TMA as early as it may overwrite what is still wanted: a
-stage that is filled too early, memory that is read before it is written and a wrong order of
-arithmetic are found, a barrier or a fence that is missing is not.
+and offsets, shared memory tensors full of NaN. Layouts and registers do not exist, and the warps of
+a warpgroup are one. Warpgroups that have code of their own are threads of which one runs, up to a
+barrier that it waits for.
+
+What is asynchronous happens as late as it may (LATE): an MMA where it is awaited, a load by TMA
+where its barrier is; or at once. So a shared buffer that is written while an MMA may still read it,
+or read before it is loaded, a result that is used before it is awaited, a stage that is filled too
+early, and warpgroups that wait for one another are found. A barrier or a fence that is missing
+between the warps of a warpgroup is not.
 """
 
 from __future__ import annotations
 
+import ast
 import builtins
+import collections
 import functools
 import importlib
 import importlib.util
 import math
 import operator
 import re
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +42,8 @@ def raw(x: Any) -> Any:
 
 
 class _Type:
+    """What a kernel asks of the type of a value or pointer."""
+
     layout = None
 
     def __init__(self, dtype: torch.dtype):
@@ -46,19 +56,14 @@ def _operator(name: str) -> Callable:
     def forward(x, y):
         if isinstance(y, Pointer):
             return NotImplemented
-        return Value(_apply(function, raw(x), raw(y)))
+        return Value(function(raw(x), raw(y)))
 
     return forward
 
 
 def _reflected(name: str) -> Callable:
     function = getattr(operator, name)
-    return lambda x, y: Value(_apply(function, raw(y), raw(x)))
-
-
-def _apply(function: Callable, x: Any, y: Any) -> Any:
-    return function(torch.as_tensor(x) if not isinstance(x, Tensor) and not isinstance(y, Tensor)
-                    else x, y)  # fmt: skip
+    return lambda x, y: Value(function(raw(y), raw(x)))
 
 
 class Value:
@@ -69,7 +74,11 @@ class Value:
     shape = property(lambda self: list(self.data.shape))
 
     def __init__(self, data: Any):
-        self.data = raw(data) if isinstance(raw(data), Tensor) else torch.as_tensor(raw(data))
+        self._data = torch.as_tensor(raw(data))
+
+    @property
+    def data(self) -> Tensor:
+        return self._data
 
     def to(self, dtype):
         return Value(self.data.to(dtype))
@@ -112,6 +121,22 @@ for _name in "add sub mul truediv floordiv mod and_ or_ xor lshift rshift".split
 for _name in "lt le gt ge eq ne".split():
     setattr(Value, f"__{_name}__", _operator(_name))
 Value.__hash__ = None  # type: ignore[assignment]
+
+
+class Pending(Value):
+    """The result of an MMA."""
+
+    def __init__(self, compute: Callable[[], Tensor]):
+        self._data, self.compute = None, compute
+
+    @property
+    def data(self) -> Tensor:
+        assert self._data is not None, "the result of an MMA is read before it is awaited"
+        return self._data
+
+    def finish(self) -> None:
+        if self._data is None:
+            self._data = self.compute()
 
 
 class Pointer:
@@ -157,12 +182,172 @@ class Shared:
 
 
 class Descriptor:
-    """A TMA descriptor of `[rows, columns]`; elements outside read as 0."""
+    """A TMA descriptor of x; elements outside read as 0, and are not written."""
 
     def __init__(self, x: Tensor, *box: int):
-        self.x, self.dtype, self.layout = x, x.dtype, None
+        self.x, self.dtype, self.layout = x.detach(), x.dtype, None
+        self.shape = [Value(size) for size in x.shape]
         nbytes = math.prod(box) * x.element_size()
         self.block_type = types.SimpleNamespace(shape=list(box), nbytes=nbytes)
+
+    def part(self, coordinates, shape) -> tuple[Tensor, tuple[slice, ...]]:
+        """The part of x that a box covers, and where it is in the box."""
+        firsts = [int(raw(x)) for x in coordinates]
+        wanted = [slice(first, first + size) for first, size in zip(firsts, shape)]
+        part = self.x[tuple(wanted)]
+        return part, tuple(slice(0, size) for size in part.shape)
+
+
+# -- what is asynchronous --------------------------------------------------------------------------
+
+
+class Warpgroups(threading.Condition):
+    """Threads of which one runs: who holds this lock."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.waiting, self.error = 0, {}, None
+
+    def run(self, partitions) -> None:
+        threads = [threading.Thread(target=self._run, args=part) for part in partitions]
+        self.alive, self.error = len(threads), None
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.alive = 0
+        if self.error is not None:
+            raise self.error
+
+    def _run(self, function, arguments) -> None:
+        with self:
+            try:
+                function(*arguments)
+                assert not _mmas(), "an MMA is not awaited"
+            except BaseException as error:  # noqa: BLE001 raised by `run`
+                self.error = self.error or error
+            self.alive -= 1
+            self.check()
+
+    def wait_for_phase(self, barrier: Barrier, parity: int) -> None:
+        barrier.load()
+        while barrier.phase & 1 == parity:
+            assert self.alive, "waits for ever"
+            self.waiting[threading.get_ident()] = barrier, parity
+            self.check()
+            assert self.error is None, "another warpgroup failed"
+            self.wait()
+            del self.waiting[threading.get_ident()]
+            barrier.load()
+
+    def check(self) -> None:
+        """Wake all, unless all wait for ever."""
+        stuck = [barrier.phase & 1 == parity for barrier, parity in self.waiting.values()]
+        loads = any(barrier.loads for barrier, _ in self.waiting.values())
+        if self.alive and sum(stuck) == self.alive and not loads:
+            self.error = self.error or AssertionError("all warpgroups wait for one another")
+        self.notify_all()
+
+
+class Barrier:
+    def __init__(self):
+        self.count = self.pending = self.bytes = self.phase = 0
+        self.loads: list[Callable[[], int]] = []
+
+    def arrive(self, arrivals: int, nbytes: int = 0) -> None:
+        self.pending -= arrivals
+        self.bytes += nbytes
+        assert self.pending >= 0, "more arrivals than the barrier counts"
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+            warpgroups.notify_all() if warpgroups.alive else None
+
+    def load(self) -> None:
+        loads, self.loads = self.loads, []
+        for load in loads:
+            self.arrive(0, -load())
+
+
+class Barriers:
+    def __init__(self, number: int):
+        self.items, self.shape = [Barrier() for _ in range(number)], [number, 1]
+
+    def index(self, i):
+        return self.items[int(raw(i))]
+
+
+BARRIERS = object()  # the layout of memory for them
+warpgroups, state = Warpgroups(), types.SimpleNamespace(late=True, mmas={})
+
+
+def _mmas() -> collections.deque[Pending]:
+    """Those that the warpgroup has started and not awaited."""
+    return state.mmas.setdefault(threading.get_ident(), collections.deque())
+
+
+def _init(barrier, count):
+    barrier.count = barrier.pending = int(raw(count))
+
+
+def _expect(barrier, nbytes, pred=True):
+    if raw(pred):
+        barrier.arrive(1, int(raw(nbytes)))
+
+
+def _arrive(barrier, count=1, pred=True):
+    if raw(pred):
+        barrier.arrive(int(raw(count)))
+
+
+def _wait_for(barrier, phase, pred=True):
+    if raw(pred):
+        warpgroups.wait_for_phase(barrier, int(raw(phase)) & 1)
+
+
+def _load_tile(desc, coordinates, barrier, buffer, pred=True):
+    if not raw(pred):
+        return
+    part, inside = desc.part(coordinates, buffer.shape)
+
+    def load() -> int:
+        buffer.data.zero_()
+        buffer.data[inside] = part
+        return desc.block_type.nbytes
+
+    barrier.loads.append(load)
+    if not state.late:
+        barrier.load()
+
+
+def _store_tile(desc, coordinates, buffer):
+    part, inside = desc.part(coordinates, buffer.shape)
+    part.copy_(buffer.data[inside])
+
+
+def _add_tile(desc, coordinates, buffer):
+    part, inside = desc.part(coordinates, buffer.shape)
+    part += buffer.data[inside]
+
+
+def _mma(a, b, acc, use_acc=True, is_async=True):
+    def compute() -> Tensor:
+        product = a.data.float() @ b.data.float()
+        return product + acc.data if raw(use_acc) else product
+
+    if isinstance(a, Value):
+        assert a.data is not None
+    result = Pending(compute)
+    _mmas().append(result)
+    if not (state.late and is_async):
+        _wait(0, ())
+    return result
+
+
+def _wait(number, deps):
+    mmas = _mmas()
+    while len(mmas) > number:
+        mmas.popleft().finish()
+    return deps if len(deps) != 1 else deps[0]
 
 
 # -- operations ------------------------------------------------------------------------------------
@@ -173,7 +358,7 @@ program = types.SimpleNamespace(id=0, count=1)
 def load(ptr, mask=None, other=None):
     offset = torch.as_tensor(ptr.offset)
     if mask is None:
-        return Value(ptr.flat[offset])
+        return Value(ptr.flat[offset].clone())
     offset, mask = torch.broadcast_tensors(offset, raw(mask))
     found = torch.full(offset.shape, 0 if other is None else other, dtype=ptr.flat.dtype)
     found[mask] = ptr.flat[offset[mask]]
@@ -187,30 +372,10 @@ def store(ptr, x, mask=None):
     ptr.flat[offset[mask]] = x[mask].to(ptr.flat.dtype)
 
 
-def mma(a, b, acc, use_acc=True, is_async=True):
-    product = raw_of(a).float() @ raw_of(b).float()
-    return Value(product + acc.data if use_acc else product)
-
-
-def raw_of(x):
-    return x.data
-
-
-def wait(number, deps):
-    return deps if len(deps) > 1 else deps[0]
-
-
-def load_tile(desc, coordinates, barrier, buffer, pred=True):
-    if not raw(pred):
-        return
-    row, column = (int(raw(x)) for x in coordinates)
-    part = desc.x[row : row + buffer.shape[0], column : column + buffer.shape[1]]
-    buffer.data.zero_()
-    buffer.data[: part.shape[0], : part.shape[1]] = part
-
-
 def _reduction(function: Callable) -> Callable:
-    return lambda x, axis=None: Value(function(x.data, axis) if axis is not None else function(x.data))
+    return lambda x, axis=None: Value(
+        function(x.data, axis) if axis is not None else function(x.data)
+    )
 
 
 def _elementwise(function: Callable) -> Callable:
@@ -220,16 +385,34 @@ def _elementwise(function: Callable) -> Callable:
 ASSEMBLY = {  # by a part of its text
     "tanh.approx.f32": torch.tanh,
     "rcp.approx": torch.reciprocal,
+    "lg2.approx": torch.log2,
+    "shfl.sync.idx": lambda x: x,
+    "fence.proxy.async; mov": lambda x: x,
+    "bulk.wait_group 0; mov": lambda x: x,
     "cvt.rn.relu.bf16x2": lambda z: torch.relu(z).bfloat16(),
     "fma.rn.bf16x2": lambda x, y, z: (x.double() * y.double() + z.double()).bfloat16(),
-    "setp.gt.f32": lambda z, x, slope: torch.where(z > 0, x, slope * x),
-    "setp.gt.bf16x2": lambda h, dh: torch.where(h > 0, dh, 0.0),
+    "setp.gt.f32": lambda z, slope: torch.where(z > 0, z, slope * z),
 }
 
 
+def atomic_add(ptr, x, mask=None, sem=None):
+    old = load(ptr)
+    store(ptr, old + x)
+    return old
+
+
+def _acquire(ptr):
+    """The others run before a loop reads again."""
+    if warpgroups.alive:
+        warpgroups.wait(0.001)
+    return load(ptr)
+
+
 def assembly(text, constraints, args, dtype, is_pure, pack):
+    if "ld.acquire" in text:
+        return _acquire(*args)
     (function,) = (f for part, f in ASSEMBLY.items() if part in text)
-    xs = torch.broadcast_tensors(*(raw(x) for x in args))
+    xs = torch.broadcast_tensors(*(torch.as_tensor(raw(x)) for x in args))
     return Value(function(*xs).to(dtype))
 
 
@@ -243,6 +426,8 @@ def _decorator(*args, **options):
 
 
 def _allocate(dtype, shape, layout):
+    if layout is BARRIERS:
+        return Barriers(shape[0])
     data = torch.empty([int(x) for x in shape], dtype=dtype)
     return Shared(data.fill_(math.nan) if dtype.is_floating_point else data.zero_())
 
@@ -266,7 +451,8 @@ _language: dict[str, Any] = dict(
     constexpr=lambda x: x, tensor=Value, tuple=tuple, shared_memory_descriptor=Shared,
     int1=torch.bool, int32=torch.int32, int64=torch.int64, float32=torch.float32,
     bfloat16=torch.bfloat16, float16=torch.float16, PropagateNan=types.SimpleNamespace(ALL=True),
-    load=load, store=store, sum=_reduction(torch.sum), max=_reduction(torch.amax),
+    load=load, store=store, atomic_add=atomic_add,
+    sum=_reduction(torch.sum), max=_reduction(torch.amax),
     exp=_elementwise(torch.exp), exp2=_elementwise(torch.exp2), log=_elementwise(torch.log),
     abs=_elementwise(torch.abs), where=_elementwise(torch.where), maximum=_maximum,
     minimum=_elementwise(torch.fmin), cast=lambda x, dtype: Value(x).to(dtype),
@@ -275,27 +461,39 @@ _language: dict[str, Any] = dict(
     program_id=lambda axis: Value(program.id), num_programs=lambda axis: Value(program.count),
     static_range=range, inline_asm_elementwise=assembly, allocate_shared_memory=_allocate,
     convert_layout=lambda x, layout, assert_trivial=False: x, num_warps=lambda: 4,
-    multiple_of=lambda x, n: x,
+    multiple_of=lambda x, n: x, warp_specialize=lambda parts, *_: warpgroups.run(parts),
+    to_tensor=Value, min=_reduction(torch.amin), uint8=torch.uint8, int16=torch.int16,
+    join=lambda x, y: Value(torch.stack([x.data, y.data], -1)), split=lambda x: x.split(),
 )  # fmt: skip
 
 
+def _missing(*args, **options):
+    raise NotImplementedError("not emulated")
+
+
 class _Module(types.ModuleType):
-    """A stand-in of a module of Triton: what it lacks has no meaning here."""
+    """A stand-in of a module of Triton. Classes that it lacks, as layouts, have no meaning here."""
 
     def __init__(self, name: str, **items: Any):
         super().__init__(name)
         self.__dict__.update(items, __path__=[])
 
     def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name.islower():
+            raise AttributeError(f"{self.__name__}.{name} is not emulated")
         return _nothing
 
 
 _gl = _Module("language", **_language)
 _jit = dict(jit=_decorator, constexpr_function=_decorator, language=_gl)
-_hopper = dict(warpgroup_mma=mma, warpgroup_mma_wait=wait, warpgroup_mma_init=lambda x: x)
-_hopper |= dict(mbarrier=_nothing, fence_async_shared=_nothing, tma=_nothing)
+_mbarrier = _Module("mbarrier", init=_init, expect=_expect, arrive=_arrive, wait=_wait_for)
+_mbarrier.MBarrierLayout = lambda: BARRIERS
+_hopper = dict(warpgroup_mma=_mma, warpgroup_mma_wait=_wait, warpgroup_mma_init=lambda x: x)
+_hopper |= dict(mbarrier=_mbarrier, fence_async_shared=_nothing, tma=_nothing)
+_api = dict(load_tile=_load_tile, store_tile=_store_tile, add_tile=_add_tile)
+_api |= dict(thread_barrier=_nothing, reinterpret=_missing, reinterprets_padding=True)
+_of_host = dict.fromkeys(["fill", "heads_first", "shape_and_strides"], _nothing)
+_of_host |= dict(Described=type("Described", (), {}))
 STANDINS = {
     "triton": _Module("triton", **_jit, JITFunction=types.FunctionType),
     "triton.language": _gl,
@@ -303,14 +501,25 @@ STANDINS = {
     "triton.experimental.gluon": _Module("gluon", **_jit),
     "triton.experimental.gluon.language": _gl,
     "triton.experimental.gluon.language.nvidia.hopper": _Module("hopper", **_hopper),
-    "triton.experimental.gluon.nvidia": _Module("nvidia", hopper=types.SimpleNamespace(TensorDescriptor=object)),
+    "triton.experimental.gluon.nvidia": _Module(
+        "nvidia", hopper=types.SimpleNamespace(TensorDescriptor=object)
+    ),
     "jagged_kernels.common.ptxas": _Module("ptxas", safe_ptxas=_decorator),
-    "jagged_kernels.common.gluon_api": _Module("gluon_api", load_tile=load_tile, thread_barrier=_nothing),
-    "jagged_kernels.common.descriptors": _Module("descriptors", Described=type("Described", (), {})),
+    "jagged_kernels.common.gluon_api": _Module("gluon_api", **_api),
+    "jagged_kernels.common.descriptors": _Module("descriptors", **_of_host),
 }
 
 
 # -- modules ---------------------------------------------------------------------------------------
+
+
+class _Tuples(ast.NodeTransformer):
+    """Triton has no lists: they are tuples."""
+
+    def visit_ListComp(self, node):  # noqa: N802
+        self.generic_visit(node)
+        items = ast.GeneratorExp(node.elt, node.generators)
+        return ast.Call(ast.Name("tuple", ast.Load()), [items], [])
 
 
 def _range(*args):
@@ -342,7 +551,8 @@ def emulated(name: str) -> types.ModuleType:
         return builtins.__import__(wanted, given, locals, names, 0)
 
     module.__dict__["__builtins__"] = {**vars(builtins), "__import__": imported, "range": _range}
-    exec(compile(source, spec.origin, "exec"), module.__dict__)
+    tree = ast.fix_missing_locations(_Tuples().visit(ast.parse(source)))
+    exec(compile(tree, spec.origin, "exec"), module.__dict__)
     for key, x in list(vars(module).items()):
         if key.endswith("_kernel") and callable(x) and x.__module__ == name:
             setattr(module, key, Launchable(x))
@@ -353,7 +563,9 @@ def _of_package(name: str, names) -> types.ModuleType:
     found = emulated(name)
     missing = [x for x in names or () if not hasattr(found, x)]
     if missing:  # submodules
-        found = types.SimpleNamespace(**vars(found), **{x: emulated(f"{name}.{x}") for x in missing})
+        found = types.SimpleNamespace(
+            **vars(found), **{x: emulated(f"{name}.{x}") for x in missing}
+        )
     return found
 
 
@@ -368,6 +580,7 @@ class Launchable:
                 constants["ACTIVATION"] = getattr(where, activation.__name__)
             given, program.count = _given(args), grid[0]
             for program.id in range(grid[0]):
+                state.mmas.clear()
                 self.function(*given, **constants)
 
         return launch
@@ -376,6 +589,7 @@ class Launchable:
 def _given(x: Any) -> Any:
     """An argument as a kernel has it."""
     if isinstance(x, Tensor):
+        x = x.detach()
         return Pointer(x.view(-1) if x.is_contiguous() else _storage(x))
     if isinstance(x, tuple):
         items = [_given(y) for y in x]

@@ -1,0 +1,58 @@
+"""Hopper's attention kernels on a CPU, with their warpgroups."""
+
+import pytest
+import torch
+from emulated_hopper import hopper_attention  # noqa: F401
+from marks import slow_after
+from space import MASKS
+
+FP16, BF16 = torch.float16, torch.bfloat16
+SELF = [3, 0, 1, 70, 5, 130, 64, 9, 257]
+pytestmark = pytest.mark.usefixtures("hopper_attention")
+
+
+@pytest.fixture
+def check(check_attention):
+    def check(lengths, dims=(64, 64), dtype=BF16, **options):
+        check_attention(lengths, dtype, "cpu", dims=dims, kernels="hopper", **options)
+
+    return check
+
+
+@pytest.mark.parametrize("lengths", ["mixed", "empty-ends", "no-keys", "no-queries"])
+def test_lengths(check, lengths):
+    check(lengths)
+
+
+@slow_after(
+    5,
+    "dims",
+    [(40, 56), (128, 128), (192, 192), (256, 136), (216, 208), (96, 72), (160, 256)],
+    ids=str,
+)
+def test_head_dims(check, dims):
+    check(([3, 70, 0, 140], [65, 20, 4, 200]), dims, FP16)
+
+
+@slow_after(1, "activation", ["softmax", "silu"])
+@slow_after(5, "mask", ["hstu", *(x for x in MASKS if x != "hstu")])
+def test_masks(check, mask, activation):
+    check((SELF, SELF), mask=mask, activation=activation)
+
+
+@slow_after(1, "shared", ["q", "kv"])
+def test_shared_operands(check, shared):
+    check("mixed", shared=shared)
+
+
+@slow_after(1, "mask", ["causal", None])
+def test_query_groups(check, mask):
+    check("two-groups", mask=mask)
+
+
+@slow_after(1, "activation", ["softmax", "silu"])
+@slow_after(2, "consumers", [2, 3, 1])
+def test_short_queries(check, change_selection, activation, consumers):
+    change_selection("short_query_consumers", lambda *_: consumers)
+    lengths = [3, 0, 1, 64, 65, 129, 5], [70, 5, 1, 64, 0, 200, 130]
+    check(lengths, heads=(3, 3), activation=activation)
