@@ -39,7 +39,12 @@ def hopper_attention(monkeypatch):
 
 @pytest.fixture
 def hopper_din(monkeypatch):
-    """DIN's forward is Hopper's, with programs that have several rows of q or one."""
+    """DIN's kernels are Hopper's, with programs that have several rows of q or one."""
     _replace_kernels(monkeypatch, din)
     monkeypatch.setattr(din._Launch, "programs", lambda _, rows: min(rows, 5))
-    monkeypatch.setattr(din, "_runs_hopper", lambda k, options: True)
+
+    def runs(launch, backward):
+        options = launch.constants["OPTIONS"]
+        return not (backward and (options.hidden[0] > 80 or options.width > 64))
+
+    monkeypatch.setattr(din, "_runs_hopper", runs)
