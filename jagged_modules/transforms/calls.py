@@ -125,8 +125,6 @@ def _unbind(target: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], di
     """Positional and keyword arguments of a call, without keywords that equal their default."""
     args, kwargs = [], {}
     for argument in target._schema.arguments:
-        if argument.name not in arguments:
-            continue
         value = arguments[argument.name]
         if not argument.kwarg_only:
             args.append(value)

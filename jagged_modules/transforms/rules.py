@@ -52,16 +52,14 @@ def type_as(call: Call) -> Moved | None:
 
 
 @rule(
-    "softmax.default softmax.int log_softmax.default log_softmax.int _softmax.default"
-    " _log_softmax.default cumsum.default cumprod.default logcumsumexp.default cummax.default"
-    " cummin.default flip.default glu.default sort.default argsort.default topk.default"
-    " roll.default"
+    "softmax.int log_softmax.int _softmax.default _log_softmax.default cumsum.default"
+    " cumprod.default logcumsumexp.default cummax.default cummin.default flip.default glu.default"
+    " sort.default argsort.default topk.default roll.default"
 )
 def along_dim(call: Call) -> Moved | None:
     """Works along one other dimension, for each row by itself: softmax, cumsum, sort, topk, flip,
     glu. The dimensions stay in place."""
-    x = call["input"] if "input" in call.arguments else call["self"]
-    lineage, ndim = call.lineage(x), len(call.shape(x))
+    lineage, ndim = call.lineage(call["self"]), len(call.shape(call["self"]))
     names = [name for name in ("dim", "dims") if name in call.arguments]
     dims = [d % max(ndim, 1) for name in names for d in flat(call[name])]
     if lineage is None or not dims or lineage.dim in dims:
