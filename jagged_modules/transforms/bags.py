@@ -107,10 +107,7 @@ def _check_bag(bag: fx.Node, name: str, leaves: dict[fx.Node, str]) -> tuple[fx.
     if joined is not None and joined[1].target is aten.cumsum.default:
         view = positional(joined[1])[0]
     lengths = positional(view)[0] if view is not None and view.target is aten.view.default else None
-    values = [
-        call["indices"],
-        *([] if call["per_sample_weights"] is None else [call["per_sample_weights"]]),
-    ]
+    values = [x for x in (call["indices"], call["per_sample_weights"]) if x is not None]
     splits = [_item(x, aten.split_with_sizes.default) for x in values]
     matches = lengths in leaves and bool(call["include_last_offset"])
     for own, split in splits:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from .lineage import Lineage, Size, common, shape_of
 
@@ -103,12 +106,25 @@ def bind(node: fx.Node) -> dict[str, Any]:
     return values | dict(node.kwargs)
 
 
-def unbind(target: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def moved_call(
+    node: fx.Node, moved: Moved, value: Callable[[fx.Node], Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The target and the arguments of a call on other operands. value: the one in place of each."""
+    if node.target is operator.getitem:
+        parent, item = positional(node)
+        return node.target, (value(parent), item), {}
+    target: Any = moved.target or node.target
+    arguments = map_arg(bind(node) | moved.edits, value)
+    if not isinstance(target, torch._ops.OpOverload):
+        names = inspect.signature(target).parameters
+        return target, (), {name: arguments[name] for name in names}
+    return target, *_unbind(target, arguments)
+
+
+def _unbind(target: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of a call, without keywords that equal their default."""
     args, kwargs = [], {}
     for argument in target._schema.arguments:
-        if argument.name not in arguments:
-            continue
         value = arguments[argument.name]
         if not argument.kwarg_only:
             args.append(value)
@@ -156,36 +172,22 @@ def only_for(replaced: Sequence[fx.Node], reader: fx.Node) -> list[fx.Node]:
 
 Rule = Callable[[Call], "Moved | None"]
 Condition = Callable[[Call, int, int], bool]
-RULES: dict[Any, Rule] = {}
 # by name: operators of this project are registered when their modules are imported
-OWN_RULES: dict[str, Rule] = {}
+RULES: dict[str, Rule] = {}
 
 
 def rule_of(target: Any) -> Rule | None:
     """The rule of an operator."""
-    return RULES.get(target) or OWN_RULES.get(str(target))
-
-
-def own_rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for operators `namespace.name.overload` of this project."""
-
-    def register(function: Rule) -> Rule:
-        OWN_RULES.update(dict.fromkeys(names, function))
-        return function
-
-    return register
+    return RULES.get(str(target))
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for aten operators `name.overload`, several in a text. Operators that this
-    version of torch lacks are skipped."""
+    """Registers a rule for aten operators `name.overload`, several in a text, or for operators
+    `namespace.name.overload` of this project."""
 
     def register(function: Rule) -> Rule:
         for name in " ".join(names).split():
-            packet, overload = name.split(".")
-            target = getattr(getattr(torch.ops.aten, packet, None), overload, None)
-            if target is not None:
-                RULES[target] = function
+            RULES[name if name.count(".") == 2 else f"aten.{name}"] = function
         return function
 
     return register

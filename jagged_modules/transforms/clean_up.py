@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 
 from .calls import TO_SHAPE, bind, equal_segments, flat, is_operator, is_tensor, positional
 from .lineage import Size, exact_quotient, product, shape_of
-from .shape_rules import is_whole_slice
+from .shape_rules import is_whole_slice, order_of
 
 aten = torch.ops.aten
 PERMUTATIONS = (aten.transpose.int, aten.permute.default, aten.t.default)
@@ -303,7 +303,7 @@ class Chain:
         self.nodes.append(node)
         if node.target not in PERMUTATIONS:
             return self._reshape(shape_of(node.meta["val"]))
-        self.dims = [self.dims[dim] for dim in _order(node)]
+        self.dims = [self.dims[dim] for dim in order_of(node)]
         return True
 
     def _reshape(self, shape: Iterable[Size]) -> bool:
@@ -366,20 +366,6 @@ class Chain:
                 result.append((aten.reshape.default, [known]))
             shape = wanted
         return result
-
-
-def _order(node: fx.Node) -> list[int]:
-    """For each dimension of a permutation's result, that of its operand."""
-    x, *dims = positional(node)
-    ndim = x.meta["val"].dim()
-    if node.target is aten.permute.default:
-        return [dim % ndim for dim in dims[0]]
-    order = list(range(ndim))
-    if node.target is aten.t.default:
-        return order[::-1]
-    first, second = (dim % ndim for dim in dims)
-    order[first], order[second] = second, first
-    return order
 
 
 def _runs(factors: Iterable[Factor], rank: dict[Factor, int]) -> list[list[Factor]]:
@@ -475,7 +461,7 @@ def _order_rows_later(graph: fx.Graph, node: fx.Node, keep: Set[fx.Node]) -> Non
 def _select_first(graph: fx.Graph, node: fx.Node) -> None:
     """select(permuted x) as the permuted select of x."""
     permuted, dim, index = positional(node)
-    order = _order(permuted)
+    order = order_of(permuted)
     chosen = order.pop(dim)
     order = [i - (i > chosen) for i in order]
     with graph.inserting_before(node):

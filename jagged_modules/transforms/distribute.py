@@ -15,6 +15,8 @@ estimates.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
 from collections.abc import Set
 from typing import Any
@@ -23,7 +25,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from .calls import RULES, TO_SHAPE, Call, is_operator, is_tensor, only_for, positional
+from .calls import TO_SHAPE, Call, is_operator, is_tensor, only_for, positional, rule_of
 from .clean_up import call
 from .lineage import Lineage, shape_of
 from .own_operators import LINEAR_COMPRESS
@@ -157,13 +159,8 @@ class Distributor:
 
     def _groups(self, nodes: list[fx.Node], only: Any = None) -> list[list[fx.Node]]:
         """Neighbours with the same maps."""
-        groups: list[list[fx.Node]] = []
-        for node in nodes:
-            if groups and self._maps(groups[-1][0], only) == self._maps(node, only):
-                groups[-1].append(node)
-            else:
-                groups.append([node])
-        return groups
+        groups = itertools.groupby(nodes, lambda node: self._maps(node, only))
+        return [list(group) for _, group in groups]
 
     def _joined(self, group: list[fx.Node], dim: int, only: Any = None) -> fx.Node:
         first = group[0]
@@ -203,7 +200,7 @@ class Distributor:
         if not is_tensor(operand):
             return [x]
         before = shape_of(operand.meta["val"])
-        if RULES.get(x.target) is pointwise and x.all_input_nodes == [operand]:
+        if rule_of(x.target) is pointwise and x.all_input_nodes == [operand]:
             pieces = self._pieces(operand, dim)
             return [x] if len(pieces) == 1 else [self._like(x, operand, piece) for piece in pieces]
         if x.target is aten.transpose.int:
@@ -304,10 +301,7 @@ class Distributor:
         return sum_of_terms(groups, weight, call["bias"], self._new)
 
     def _added(self, terms: list[fx.Node]) -> fx.Node:
-        total = terms[0]
-        for term in terms[1:]:
-            total = self._new(aten.add.Tensor, total, term)
-        return total
+        return functools.reduce(lambda x, y: self._new(aten.add.Tensor, x, y), terms)
 
     def _self_interaction(self, node: fx.Node, left: Any, right: Any) -> fx.Node | None:
         """x xᵀ in blocks. The block of a part with a lineage and itself has that lineage."""
@@ -478,7 +472,7 @@ class Distributor:
             )
             if is_product or target is aten.sum.dim_IntList:
                 numbers.append(1)
-            elif operands == [x] and (target in VIEWS or RULES.get(target) is pointwise):
+            elif operands == [x] and (target in VIEWS or rule_of(target) is pointwise):
                 numbers.append(self._readers(user))
             else:
                 numbers.append(0)

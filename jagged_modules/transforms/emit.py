@@ -4,7 +4,6 @@ needed in full."""
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from torch.fx.node import map_arg
 
 from ..functional.linear_compress import compress_unchecked
 from .attention import TargetAttention
-from .calls import TO_SHAPE, Call, flat, is_tensor, positional, unbind
+from .calls import TO_SHAPE, flat, is_tensor, moved_call, positional
 from .compress import Compression
 from .din import DINAttention
 from .levels import LevelAttention
@@ -298,37 +297,23 @@ class Emitter:
 
     def _segment_attention(self, match: SegmentAttention) -> fx.Node:
         """As `_attention`, of this project's operator."""
-        key, value = (self.operand(x, match.lineage) for x in match.operands)
-        candidates = self._candidates(
-            match.lineage.maps, match.node, value, self.analysis.lineages[match.operands[0]]
-        )
         options = {name: x for name, x in match.options.items() if name != "mask"}
-        return self.call(
-            attend_segments_in_place, self.value(match.query), key, value, candidates, **options
-        )
+        given = self.value(match.query), *self._keys(match)
+        return self.call(attend_segments_in_place, *given, **options)
 
     def _attention(self, match: TargetAttention) -> fx.Node:
         """The attention on the bases of its keys, values and mask."""
-        assert match.lineage is not None
-        key, value, *hidden = (self.operand(x, match.lineage) for x in match.operands)
-        query, own = self.value(match.query), self.analysis.lineages[match.key]
+        key, *others = self._keys(match)
         if match.transposed:
             key = self.call(aten.transpose.int, key, -2, -1)
-        if match.hidden is not None and match.hidden_is_visible:
-            hidden = [self.call(aten.bitwise_not.default, hidden[0])]
-        candidates = self._candidates(match.lineage.maps, match.node, value, own)
+        own = self.analysis.lineages[match.key]
         heads = None if len(shape_of(match.query.meta["val"])) == 4 else int(own.post)
-        options = hidden[0] if hidden else None, heads, match.scale, match.empty
-        return self.call(attend_in_place, query, key, value, candidates, *options)
+        given = self.value(match.query), key, *others, self._hidden(match)
+        return self.call(attend_in_place, *given, heads, match.scale, match.empty)
 
     def _din_attention(self, match: DINAttention) -> fx.Node:
         """As `_attention`, of scores of an MLP."""
-        key, value, *hidden = (self.operand(x, match.lineage) for x in match.operands)
-        if match.hidden_is_visible:
-            hidden = [self.call(aten.bitwise_not.default, x) for x in hidden]
-        own = self.analysis.lineages[match.operands[0]]
-        candidates = self._candidates(match.lineage.maps, match.node, value, own)
-        given = self.value(match.query), key, value, candidates, hidden[0] if hidden else None
+        given = self.value(match.query), *self._keys(match), self._hidden(match)
         out = self.call(attend_by_mlp_in_place, *given, **map_arg(match.mlp, self.value))
         one_row = len(shape_of(match.node.meta["val"])) == 3
         return out if one_row else self.call(aten.squeeze.dim, out, 1)
@@ -369,18 +354,30 @@ class Emitter:
         user_weight, weight, embeddings = (self.value(x) for x in own)
         return self.call(compress_unchecked, [user_weight, weight], [users, embeddings], [index])
 
-    def _candidates(
-        self, maps: tuple[Map, ...], node: fx.Node, value: fx.Node, own: Lineage
-    ) -> fx.Node:
-        """The index of the candidates by user, one for all attentions with these maps."""
+    def _keys(
+        self, match: TargetAttention | SegmentAttention | DINAttention
+    ) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """The bases of keys and values, and the index of the candidates by user, one for all
+        attentions with these maps."""
+        lineage, own = match.lineage, self.analysis.lineages[match.operands[0]]
+        assert lineage is not None
+        key, value = (self.operand(x, lineage) for x in match.operands[:2])
 
         def group() -> fx.Node:
-            index, users = self._row_numbers(maps, node), value
+            index, users = self._row_numbers(lineage.maps, match.node), value
             if own.post != 1:
                 users = self.call(aten.unflatten.int, value, 0, [-1, int(own.post)])
             return self.call(group_candidates, index, users)
 
-        return self._once(tuple((x, x.rows_in, x.rows_out) for x in maps), group)
+        maps = tuple((x, x.rows_in, x.rows_out) for x in lineage.maps)
+        return key, value, self._once(maps, group)
+
+    def _hidden(self, match: TargetAttention | DINAttention) -> fx.Node | None:
+        """The base of the mask, True for hidden keys."""
+        if match.hidden is None or match.lineage is None:
+            return None
+        mask: fx.Node = self.operand(match.hidden, match.lineage)
+        return self.call(aten.bitwise_not.default, mask) if match.hidden_is_visible else mask
 
     # -- bases -------------------------------------------------------------------------------------
 
@@ -397,24 +394,14 @@ class Emitter:
     def _base(self, node: fx.Node) -> Any:
         """The base of an operator's result: the operator on the bases of its operands."""
         moved = self.analysis.moves[node]
-        if node.target is operator.getitem:
-            parent, item = positional(node)
-            return self.call(operator.getitem, self._bases[parent], item)
-        arguments = Call(node, {}).arguments | moved.edits
-        rows = self._rows_node(node, moved.lineage) if not moved.broadcasts else None
-        target: Any = moved.target or node.target
-        in_full = moved.in_full
-        arguments = map_arg(
-            arguments,
-            lambda x: self.value(x) if x in in_full else self.operand(x, moved.lineage, rows),
-        )
-        if not isinstance(target, torch._ops.OpOverload):
-            return self.call(
-                target, **{name: arguments[name] for name in inspect.signature(target).parameters}
-            )
-        if moved.target is not None:
-            arguments = {x.name: arguments[x.name] for x in target._schema.arguments}
-        args, kwargs = unbind(target, arguments)
+        rows = None if moved.broadcasts else self._rows_node(node, moved.lineage)
+
+        def operand(x: fx.Node) -> Any:
+            if x in moved.in_full:
+                return self.value(x)
+            return self.operand(x, moved.lineage, rows)
+
+        target, args, kwargs = moved_call(node, moved, operand)
         return self.call(target, *args, **kwargs)
 
     def operand(self, x: fx.Node, lineage: Lineage, rows: Any = None) -> Any:

@@ -237,20 +237,17 @@ class Plan:
         self.captured.module.graph = emitter.emit()
         return cast("FusedModel", self.captured.module), emitter.decisions()
 
-    def cost(self, decisions: Decisions, hints: Mapping[Size, int]) -> Cost:
-        """Of the fused model for other sizes."""
-        costs = Costs(self.analysis, partial(evaluate, hints=hints, unknown=UNKNOWN_SIZE))
-        return cost_after(self.captured.graph, costs, decisions)
-
 
 class Placement:
     """A plan for numbers of users and candidates, carried out.
 
     Attributes:
         point: these numbers.
+        hints: the sizes that they give.
         plan: for them.
         module: the fused model.
         decisions: what was done.
+        after: the cost of the fused model.
         eps: of the coarsest dtype that the model computes in.
         costs: of the fused model at each of `points`.
         runs_model: whether the model itself is as good where this is the best placement.
@@ -262,8 +259,10 @@ class Placement:
     ) -> None:
         self.point, self.runs_model, self.eager_calls_run_model = point, False, False
         self.eps = coarsest_eps(captured.graph)
-        self.plan = make_plan(captured, batch, _hints(captured, batch, point))
+        self.hints = _hints(captured, batch, point)
+        self.plan = make_plan(captured, batch, self.hints)
         self.module, self.decisions = self.plan.apply()
+        self.after = cost_after(captured.graph, self.plan.costs, self.decisions)
         self.costs = {x: self.cost(x) for x in points}
         for name in ("train", "eval"):  # torch.export's, which raise
             vars(self.module).pop(name, None)
@@ -278,18 +277,17 @@ class Placement:
 
     @property
     def loses_in_eager_calls(self) -> bool:
-        plan = self.plan
-        after = plan.cost(self.decisions, _hints(plan.captured, plan.batch, self.point))
         fusions = [x for node, x in self.decisions.fused.items() if node is x.node]
-        first = next(filter(is_tensor, plan.captured.graph.nodes)).meta["val"]
+        first = next(filter(is_tensor, self.plan.captured.graph.nodes)).meta["val"]
         processor = CPU if first.device.type == "cpu" else GPU
-        return eager_calls_lose(plan.before, after, fusions, processor)
+        return eager_calls_lose(self.plan.before, self.after, fusions, processor)
 
     def cost(self, point: Point) -> float:
         """Of the fused model for other numbers of users and candidates."""
         plan = self.plan
         hints = _hints(plan.captured, plan.batch, point)
-        return plan.cost(self.decisions, hints).total
+        costs = Costs(plan.analysis, partial(evaluate, hints=hints, unknown=UNKNOWN_SIZE))
+        return cost_after(plan.captured.graph, costs, self.decisions).total
 
     def users(self) -> tuple[str, int]:
         """The name of an input of the graph, and how many of its rows are of one user."""
@@ -305,14 +303,11 @@ class Placement:
     ) -> Report:
         """arguments: the example's, by name. limits: of users and candidates."""
         plan, labels = self.plan, self.plan.captured.labels
-        hints = _hints(plan.captured, plan.batch, self.point)
-        sizes = Sizes(plan, self.decisions)
-        given = plan.captured.graph, plan.costs, self.decisions
-        of_sizes = ", ".join(f"{labels.get(x, x)} = {value}" for x, value in hints.items())
-        ranges = sizes.ranges(arguments, limits)
-        costs = plan.before, cost_after(*given)
+        of_sizes = ", ".join(f"{labels.get(x, x)} = {value}" for x, value in self.hints.items())
+        ranges = Sizes(plan, self.decisions).ranges(arguments, limits)
+        found = sites(plan.captured.graph, plan.costs, self.decisions)
         runs = self.runs_model, self.eager_calls_run_model
-        return Report(sites(*given), *costs, of_sizes, certificate, ranges, *runs)
+        return Report(found, plan.before, self.after, of_sizes, certificate, ranges, *runs)
 
 
 def make_plan(
@@ -473,14 +468,12 @@ def _batch(captured: Captured, names: tuple[str, ...], given: dict[str, Any]) ->
 
 
 def _hints(captured: Captured, batch: Batch | None, point: Point) -> dict[Size, int]:
-    """The sizes to estimate costs for."""
-    return captured.hints | (_batch_hints(captured, batch, point) if batch is not None else {})
-
-
-def _batch_hints(captured: Captured, batch: Batch, point: Point) -> dict[Size, int]:
-    """The numbers of users and candidates to estimate costs for."""
+    """The sizes to estimate costs for: the example's, with these numbers of users and
+    candidates."""
+    if batch is None:
+        return captured.hints
     rows = {batch.rows, *(shape_of(x.meta["val"])[0] for x in (*batch.users, *batch.candidates))}
     users, candidates = point
     candidates = candidates or max(captured.hints.get(size, 1) for size in rows)
     users = users or -(-candidates // CANDIDATES_PER_USER)
-    return dict.fromkeys(rows, candidates) | {USERS: users}
+    return captured.hints | dict.fromkeys(rows, candidates) | {USERS: users}

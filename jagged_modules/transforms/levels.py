@@ -10,7 +10,6 @@ Otherwise rows of the coarser levels would be copied to the finest one.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from torch.fx.node import map_arg
 
 from .analysis import Analysis, analyse
 from .attention import TargetAttention, find_unmasked
-from .calls import Call, positional, unbind
+from .calls import Call, moved_call, positional
 from .clean_up import aten, call
 from .lineage import Lineage, Map, Size, shape_of
 
@@ -203,20 +202,9 @@ class _Copy:
         if x not in self.rows.lineages:
             return x
         if x not in self._new:
+            target, args, kwargs = moved_call(x, self.rows.moves[x], self.of)
             with self.graph.inserting_before(x):
-                self._new[x] = self._copied(x)
+                new = call(self.graph, target, *args, like=self.joined, **kwargs)
+            new.meta["stack_trace"] = x.meta.get("stack_trace")
+            self._new[x] = new
         return self._new[x]
-
-    def _copied(self, x: fx.Node) -> fx.Node:
-        if x.target is operator.getitem:
-            parent, item = positional(x)
-            target: Any = x.target
-            args, kwargs = (self.of(parent), item), dict[str, Any]()
-        else:
-            moved = self.rows.moves[x]
-            target = moved.target or x.target
-            arguments: Any = map_arg(Call(x, {}).arguments | moved.edits, self.of)
-            args, kwargs = unbind(target, arguments)
-        new = call(self.graph, target, *args, like=self.joined, **kwargs)
-        new.meta["stack_trace"] = x.meta.get("stack_trace")
-        return new

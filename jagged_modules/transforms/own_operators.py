@@ -20,7 +20,7 @@ from jagged_kernels.attention.params import Arguments, unpack
 from torch import fx
 
 from .analysis import Analysis
-from .calls import Call, Moved, equal_segments, own_rule
+from .calls import Call, Moved, equal_segments, rule
 from .lineage import Lineage, Size, common
 from .runtime import attend_equal_segments
 
@@ -124,7 +124,7 @@ def _of_segments(call: Call, attention: Any, names: str) -> Lineage | None:
     return common(lineages)
 
 
-@own_rule(*ATTENTIONS)
+@rule(*ATTENTIONS)
 def attention(call: Call) -> Moved | None:
     """Each segment is computed by itself. Without the log-sum-exp, which only a backward reads."""
     own = _attention_call(call)
@@ -138,7 +138,7 @@ def attention(call: Call) -> Moved | None:
     )
 
 
-@own_rule(LINEAR_COMPRESS)
+@rule(LINEAR_COMPRESS)
 def linear_compress(call: Call) -> Moved | None:
     """Each candidate is computed by itself, from its embedding and its rows of the shared levels,
     which are the same for all."""

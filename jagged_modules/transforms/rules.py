@@ -8,12 +8,9 @@ operators (capture removes them), and operators with data-dependent shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from . import runtime
-from .calls import Call, Moved, flat, is_tensor, row_by_row, rule
-from .lineage import Lineage, common
+from .calls import Call, Moved, flat, row_by_row, rule
+from .lineage import common
 
 UNARY = """abs acos acosh alias asin asinh atan atanh bitwise_not ceil celu clamp clone cos cosh
 deg2rad detach elu erf erfc erfinv exp exp2 expm1 floor frac gelu hardsigmoid hardswish
@@ -55,16 +52,14 @@ def type_as(call: Call) -> Moved | None:
 
 
 @rule(
-    "softmax.default softmax.int log_softmax.default log_softmax.int _softmax.default"
-    " _log_softmax.default cumsum.default cumprod.default logcumsumexp.default cummax.default"
-    " cummin.default flip.default glu.default sort.default argsort.default topk.default"
-    " roll.default"
+    "softmax.int log_softmax.int _softmax.default _log_softmax.default cumsum.default"
+    " cumprod.default logcumsumexp.default cummax.default cummin.default flip.default glu.default"
+    " sort.default argsort.default topk.default roll.default"
 )
 def along_dim(call: Call) -> Moved | None:
     """Works along one other dimension, for each row by itself: softmax, cumsum, sort, topk, flip,
     glu. The dimensions stay in place."""
-    x = call["input"] if "input" in call.arguments else call["self"]
-    lineage, ndim = call.lineage(x), len(call.shape(x))
+    lineage, ndim = call.lineage(call["self"]), len(call.shape(call["self"]))
     names = [name for name in ("dim", "dims") if name in call.arguments]
     dims = [d % max(ndim, 1) for name in names for d in flat(call[name])]
     if lineage is None or not dims or lineage.dim in dims:
@@ -140,60 +135,22 @@ def matmul(call: Call) -> Moved | None:
     # addmm, baddbmm, mm and bmm, matmul
     names = ("mat1", "mat2"), ("batch1", "batch2"), ("self", "mat2"), ("self", "other")
     left, right = next((call[x], call[y]) for x, y in names if {x, y} <= call.arguments.keys())
-    bias = call["self"] if left is not call["self"] else None
+    bias = [call["self"]] if left is not call["self"] else []
     ndim, left_dims, right_dims = len(call.shape()), len(call.shape(left)), len(call.shape(right))
-    if left_dims < 2 or right_dims < 2:
-        return _matrix_vector(call, left, right)
-    own = [
-        x and x.at(x.dim + ndim - dims)
-        for x, dims in ((call.lineage(left), left_dims), (call.lineage(right), right_dims))
-    ]
+    moved = call.lineage(left), call.lineage(right)
+    if left_dims < 2 or right_dims < 2:  # of a vector on the left, the dimension is contracted
+        rows = moved[0]
+        return Moved(rows) if rows and not moved[1] and rows.dim != left_dims - 1 else None
+    dims = [x and x.dim + ndim - own_dims for x, own_dims in zip(moved, (left_dims, right_dims))]
     row, column = ndim - 2, ndim - 1
-    dims = [x and x.dim for x in own]
     if dims[0] == column or dims[1] == row:  # the contracted dimension
         return None
+    operands, skip = [left, right], 2  # along a batch dimension
     if dims[0] == row or dims[1] == column:
-        if own[0] and own[1]:
+        if all(moved):
             return None
-        lineages = [x for x in own if x]
-    else:
-        lineages = _batches(call, [left, right], own, ndim)
-    return _with_bias(call, bias, lineages, ndim)
-
-
-def _matrix_vector(call: Call, left: Any, right: Any) -> Moved | None:
-    lineage = call.lineage(left)
-    if lineage is None or call.lineage(right) or lineage.dim == len(call.shape(left)) - 1:
-        return None
-    if len(call.shape(right)) != 1:
-        return None
-    return Moved(lineage)
-
-
-def _batches(
-    call: Call, operands: Sequence[Any], own: Sequence[Lineage | None], ndim: int
-) -> list[Lineage]:
-    """The lineages of operands along a batch dimension, where those without one must have size
-    1."""
-    lineages = [x for x in own if x]
-    for x, lineage in zip(operands, own):
-        dim = lineages[0].dim - ndim + len(call.shape(x)) if lineages else -1
-        if lineage is None and dim >= 0 and call.shape(x)[dim] != 1:
-            return []
-    return lineages
-
-
-def _with_bias(call: Call, bias: Any, lineages: list[Lineage], ndim: int) -> Moved | None:
-    """The result of a product whose operands have these lineages, and to which a bias is added."""
-    if not lineages:
-        return None
-    if bias is not None:
-        moved, dim = call.lineage(bias), lineages[0].dim - ndim + len(call.shape(bias))
-        if moved is not None:
-            lineages = [*lineages, moved.at(moved.dim + ndim - len(call.shape(bias)))]
-        elif dim >= 0 and call.shape(bias)[dim] != 1:
-            return None
-    lineage = common(lineages)
+        operands, skip = [left if moved[0] else right], 0
+    lineage = call.broadcast([*operands, *bias], skip)
     return lineage and Moved(lineage)
 
 
@@ -224,21 +181,11 @@ def attention(call: Call) -> Moved | None:
         call.shape(call["query"])[:-2] != call.shape(call["key"])[:-2] and not call["enable_gqa"]
     ):
         return None
-    operands = [
-        call["query"],
-        call["key"],
-        call["value"],
-        *([call["attn_mask"]] if is_tensor(call["attn_mask"]) else []),
-    ]
-    if any(call.lineage(call[name]) is None for name in ("query", "key", "value")):
+    names = ("query", "key", "value")
+    if any(call.lineage(call[name]) is None for name in names):
         return None
-    if any(
-        x.dim >= len(call.shape(operand)) - (3 if call["enable_gqa"] else 2)
-        for operand in operands
-        if (x := call.lineage(operand))
-    ):
-        return None
-    lineage = call.broadcast(operands, skip=2)
+    skip = 3 if call["enable_gqa"] else 2
+    lineage = call.broadcast([call[name] for name in (*names, "attn_mask")], skip)
     return lineage and Moved(lineage)
 
 

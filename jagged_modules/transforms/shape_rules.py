@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .calls import Call, Moved, flat, is_tensor, row_by_row, rule
+from .calls import Call, Moved, flat, is_tensor, positional, row_by_row, rule
 from .lineage import Lineage, Size, common, refold
 
 WHOLE = 2**62  # an end of a slice that no dimension reaches
@@ -78,18 +78,22 @@ def squeeze(call: Call) -> Moved | None:
 @rule("transpose.int", "permute.default", "t.default")
 def permute(call: Call) -> Moved | None:
     """Permutes the dimensions."""
-    lineage, ndim = call.lineage(call["self"]), len(call.shape())
-    if lineage is None:
-        return None
+    lineage = call.lineage(call["self"])
+    return lineage and Moved(lineage.at(order_of(call.node).index(lineage.dim)))
+
+
+def order_of(permutation: fx.Node) -> list[int]:
+    """For each dimension of a permutation's result, that of its operand."""
+    x, *dims = positional(permutation)
+    ndim = x.meta["val"].dim()
+    if permutation.target is torch.ops.aten.permute.default:
+        return [dim % ndim for dim in dims[0]]
     order = list(range(ndim))
-    if "dim0" in call.arguments:
-        first, second = call["dim0"] % ndim, call["dim1"] % ndim
-        order[first], order[second] = order[second], order[first]
-    elif "dims" in call.arguments:
-        order = [d % ndim for d in call["dims"]]
-    else:
-        order.reverse()
-    return Moved(lineage.at(order.index(lineage.dim)))
+    if permutation.target is torch.ops.aten.t.default:
+        return order[::-1]
+    first, second = (dim % ndim for dim in dims)
+    order[first], order[second] = second, first
+    return order
 
 
 @rule("expand.default", "repeat.default")
@@ -202,8 +206,6 @@ def index(call: Call) -> Moved | None:
     if lineage is None:
         return Moved(moved[0].at(used[0] + moved[0].dim)) if len(used) == 1 and moved[0] else None
     if any(moved) or lineage.dim in used:
-        return None
-    if lineage.dim < len(indices) and indices[lineage.dim] is not None:
         return None
     # dimensions of the broadcast indices
     width = max(len(call.shape(indices[dim])) for dim in used)

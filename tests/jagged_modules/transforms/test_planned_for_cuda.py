@@ -133,9 +133,7 @@ def test_fused_and_exported(name):
         batch = fuse._batch(captured, case.shared, Example(model, (), example).inputs)
         with unset_fake_temporarily(), torch.device("cpu"):  # masks are followed on numbers
             plan = fuse.make_plan(
-                captured,
-                batch,
-                captured.hints | fuse._batch_hints(captured, batch, (USERS, CANDIDATES)),
+                captured, batch, fuse._hints(captured, batch, (USERS, CANDIDATES))
             )
             fused, _ = plan.apply()
         called = {

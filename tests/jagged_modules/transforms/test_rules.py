@@ -68,7 +68,7 @@ def test_the_rule_keeps_the_result(group, users, index):
 
 
 def test_every_rule_has_a_case():
-    registered = {str(target).removeprefix("aten.") for target in RULES}
+    registered = {name.removeprefix("aten.") for name in RULES if name.startswith("aten.")}
     # only clean_up.py and distribute.py write it
     assert registered - set(CASES) == {"reshape.default"}
 
