@@ -71,5 +71,18 @@ def test_one_pass(check, monkeypatch, mask, dims):
     monkeypatch.setattr(
         hopper._Backward, "one_pass", lambda *args: launched.append(None) or launch(*args)
     )
-    check((SELF, SELF), dims, FP16, mask=mask)
+    for lengths in ((SELF, SELF), ([4, 130, 5], [0, 0, 70])):
+        check(lengths, dims, FP16, mask=mask)
     assert launched
+
+
+@slow_after(
+    2,
+    "activation, mask, shared",
+    [("softmax", "causal", None), ("silu", None, "q"), ("silu", "hstu", None)],
+)
+def test_dropout(check, activation, mask, shared):
+    seed = torch.tensor(0x1234567890ABCDEF)
+    lengths = (SELF, SELF) if shared is None else "mixed"
+    options = dict(activation=activation, mask=mask, shared=shared)
+    check(lengths, dropout_p=0.3, dropout_seed=seed, **options)
