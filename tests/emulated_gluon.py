@@ -35,6 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+UINT32, WORD = object(), 2**32 - 1  # values of this dtype are int64
+
 
 def raw(x: Any) -> Any:
     """The torch tensor or number of a Value."""
@@ -81,6 +83,8 @@ class Value:
         return self._data
 
     def to(self, dtype):
+        if dtype is UINT32:
+            return Value(self.data.to(torch.int64) & WORD)
         return Value(self.data.to(dtype))
 
     def reshape(self, shape):
@@ -402,6 +406,15 @@ def atomic_add(ptr, x, mask=None, sem=None):
     return old
 
 
+def _upper_word(x, y):
+    """The upper word of the product of two words."""
+    return (((raw(x) >> 16) * y + ((raw(x) & 0xFFFF) * y >> 16)) >> 16) & WORD
+
+
+def _modulo_words(function):
+    return lambda x, y, sanitize_overflow=False: Value(function(raw(x), raw(y)) & WORD)
+
+
 def _acquire(ptr):
     """The others run before a loop reads again."""
     if warpgroups.alive:
@@ -462,6 +475,9 @@ _language: dict[str, Any] = dict(
     program_id=lambda axis: Value(program.id), num_programs=lambda axis: Value(program.count),
     static_range=range, inline_asm_elementwise=assembly, allocate_shared_memory=_allocate,
     convert_layout=lambda x, layout, assert_trivial=False: x, num_warps=lambda: 4,
+    uint32=UINT32, add=_modulo_words(operator.add), mul=_modulo_words(operator.mul),
+    umulhi=lambda x, y: Value(_upper_word(x, y)),
+    broadcast=lambda *xs: tuple(map(Value, torch.broadcast_tensors(*(x.data for x in xs)))),
     multiple_of=lambda x, n: x, warp_specialize=lambda parts, *_: warpgroups.run(parts),
     to_tensor=Value, min=_reduction(torch.amin), uint8=torch.uint8, int16=torch.int16,
     join=lambda x, y: Value(torch.stack([x.data, y.data], -1)), split=lambda x: x.split(),

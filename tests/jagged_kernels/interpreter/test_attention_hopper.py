@@ -3,6 +3,8 @@
 import pytest
 import torch
 from emulated_hopper import hopper_attention  # noqa: F401
+from jagged_kernels.attention.hopper import launch as hopper
+from jagged_kernels.schedule import cost
 from marks import slow_after
 from space import MASKS
 
@@ -56,3 +58,31 @@ def test_short_queries(check, change_selection, activation, consumers):
     change_selection("short_query_consumers", lambda *_: consumers)
     lengths = [3, 0, 1, 64, 65, 129, 5], [70, 5, 1, 64, 0, 200, 130]
     check(lengths, heads=(3, 3), activation=activation)
+
+
+@slow_after(1, "dims", [(64, 64), (40, 56)], ids=str)
+@slow_after(1, "mask", ["causal", None])
+def test_one_pass(check, monkeypatch, mask, dims):
+    """The kernel of all three gradients, for all lengths. In fp16: the interpreter, which writes
+    dq, rounds to bfloat16 towards 0."""
+    monkeypatch.setattr(cost, "one_pass_minimum", lambda *_: cost.OnePassMinimum(0, 0))
+    monkeypatch.setattr(cost, "one_pass_elements", lambda *_: 2**14)
+    launched, launch = [], hopper._Backward.one_pass
+    monkeypatch.setattr(
+        hopper._Backward, "one_pass", lambda *args: launched.append(None) or launch(*args)
+    )
+    for lengths in ((SELF, SELF), ([4, 130, 5], [0, 0, 70])):
+        check(lengths, dims, FP16, mask=mask)
+    assert launched
+
+
+@slow_after(
+    2,
+    "activation, mask, shared",
+    [("softmax", "causal", None), ("silu", None, "q"), ("silu", "hstu", None)],
+)
+def test_dropout(check, activation, mask, shared):
+    seed = torch.tensor(0x1234567890ABCDEF)
+    lengths = (SELF, SELF) if shared is None else "mixed"
+    options = dict(activation=activation, mask=mask, shared=shared)
+    check(lengths, dropout_p=0.3, dropout_seed=seed, **options)
