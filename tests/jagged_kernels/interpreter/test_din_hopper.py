@@ -1,10 +1,8 @@
 """Hopper's kernels of DIN's attention on a CPU."""
 
-import accuracy
 import pytest
 import torch
-from din_problem import ACTIVATIONS, MASKS, problem, roundings_of_kernels
-from emulated_hopper import hopper_din  # noqa: F401
+from din_problem import ACTIVATIONS, MASKS
 from marks import slow_after
 
 pytestmark = pytest.mark.usefixtures("hopper_din", "poisoned_memory")
@@ -12,28 +10,27 @@ SEGMENTS = dict(candidates=[0, 3, 1, 3, 0] + [4] * 6 + [6] * 2, lengths=[1, 64, 
 SIZES = dict(width=64, hidden=(80, 40)) | SEGMENTS
 
 
-def check(activation, **options):
-    case = problem(activation, torch.bfloat16, "cpu", v_width=None, **options)
-    values = case.tensors.values()
-    out = case.call(*values, implementation="triton")
-    with roundings_of_kernels(case):
-        bounds = accuracy.definition(case.definition, case.tensors, out, gradients=False)
-    accuracy.assert_accurate({"out": out}, bounds, activation)
+@pytest.fixture
+def check(check_din):
+    def check(activation, **options):
+        check_din(activation, torch.bfloat16, "cpu", backward=False, v_width=None, **options)
+
+    return check
 
 
 @slow_after(1, "normalize", [None, "softmax"])
 @pytest.mark.parametrize("activation", [x for x in ACTIVATIONS if x != "dice"])
-def test_forward(activation, normalize):
+def test_forward(check, activation, normalize):
     check(activation, normalize=normalize, **SIZES)
 
 
 @slow_after(1, "normalize", ["softmax", None])
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask, normalize):
+def test_masks(check, mask, normalize):
     check("relu", normalize=normalize, mask=mask, **SIZES)
 
 
 @pytest.mark.parametrize("sizes", [((128, 64), 64), ((80, 40), 128), ((5, 3), 20)], ids=str)
-def test_sizes(sizes):
+def test_sizes(check, sizes):
     hidden, width = sizes
     check("silu", hidden=hidden, width=width, candidates=[0, 1, 1], lengths=[2, 70])
