@@ -6,14 +6,14 @@
 Triton's interpreter runs no Gluon. Here a kernel's module, and those of ours that it imports, are
 executed again with stand-ins for Triton: values are torch tensors (`Value`), pointers a flat tensor
 and offsets, shared memory tensors full of NaN. Layouts and registers do not exist, and the warps of
-a warpgroup are one. Warpgroups that have code of their own are threads of which one runs, up to a
+a warpgroup are one. Warpgroups that have code of their own are threads, of which one runs, up to a
 barrier that it waits for.
 
-What is asynchronous happens as late as it may (LATE): an MMA where it is awaited, a load by TMA
-where its barrier is; or at once. So a shared buffer that is written while an MMA may still read it,
-or read before it is loaded, a result that is used before it is awaited, a stage that is filled too
-early, and warpgroups that wait for one another are found. A barrier or a fence that is missing
-between the warps of a warpgroup is not.
+What is asynchronous takes effect as late as it may. An MMA reads its operands where it is awaited.
+A load by TMA writes NaN where it starts, and the data where its barrier is awaited. This finds a
+buffer that is written while an MMA or another warpgroup may still read it, or read before it is
+loaded; a result that is used before it is awaited; warpgroups that wait for one another. It does
+not find a barrier or a fence that is missing between the warps of a warpgroup.
 """
 
 from __future__ import annotations
@@ -254,6 +254,8 @@ class Warpgroups(threading.Condition):
 
 
 class Barrier:
+    """An mbarrier. phase: how many it has completed. loads: by TMA, which have started."""
+
     def __init__(self):
         self.count = self.pending = self.bytes = self.phase = 0
         self.loads: list[Callable[[], int]] = []
@@ -281,7 +283,8 @@ class Barriers:
 
 
 BARRIERS = object()  # the layout of memory for them
-warpgroups, state = Warpgroups(), types.SimpleNamespace(late=True, mmas={})
+warpgroups = Warpgroups()
+state = types.SimpleNamespace(mmas={}, program=0, programs=1)  # of the launch
 
 
 def _mmas() -> collections.deque[Pending]:
@@ -318,9 +321,8 @@ def _load_tile(desc, coordinates, barrier, buffer, pred=True):
         buffer.data[inside] = part
         return desc.block_type.nbytes
 
+    buffer.data.fill_(math.nan)
     barrier.loads.append(load)
-    if not state.late:
-        barrier.load()
 
 
 def _store_tile(desc, coordinates, buffer):
@@ -333,16 +335,16 @@ def _add_tile(desc, coordinates, buffer):
     part += buffer.data[inside]
 
 
-def _mma(a, b, acc, use_acc=True, is_async=True):
+def _mma(a, b, acc, use_acc=True, is_async=False):
     def compute() -> Tensor:
         product = a.data.float() @ b.data.float()
         return product + acc.data if raw(use_acc) else product
 
-    if isinstance(a, Value):
-        assert a.data is not None
+    if isinstance(a, Value):  # in registers: it may not be the result of an MMA under way
+        a = Value(a)
     result = Pending(compute)
     _mmas().append(result)
-    if not (state.late and is_async):
+    if not is_async:
         _wait(0, ())
     return result
 
@@ -355,8 +357,6 @@ def _wait(number, deps):
 
 
 # -- operations ------------------------------------------------------------------------------------
-
-program = types.SimpleNamespace(id=0, count=1)
 
 
 def load(ptr, mask=None, other=None):
@@ -472,7 +472,7 @@ _language: dict[str, Any] = dict(
     minimum=_elementwise(torch.fmin), cast=lambda x, dtype: Value(x).to(dtype),
     cdiv=lambda x, y: (x + y - 1) // y, zeros=lambda s, d, layout=None: _full(s, 0.0, d),
     full=_full, arange=lambda a, b, layout=None: Value(torch.arange(a, b)),
-    program_id=lambda axis: Value(program.id), num_programs=lambda axis: Value(program.count),
+    program_id=lambda axis: Value(state.program), num_programs=lambda axis: Value(state.programs),
     static_range=range, inline_asm_elementwise=assembly, allocate_shared_memory=_allocate,
     convert_layout=lambda x, layout, assert_trivial=False: x, num_warps=lambda: 4,
     uint32=UINT32, add=_modulo_words(operator.add), mul=_modulo_words(operator.mul),
@@ -587,6 +587,8 @@ def _of_package(name: str, names) -> types.ModuleType:
 
 
 class Launchable:
+    """A kernel that is launched as Triton's are."""
+
     def __init__(self, function: Callable):
         self.function = function
 
@@ -595,8 +597,8 @@ class Launchable:
             if activation := constants.get("ACTIVATION"):
                 where = emulated("jagged_kernels.common.activations")
                 constants["ACTIVATION"] = getattr(where, activation.__name__)
-            given, program.count = _given(args), grid[0]
-            for program.id in range(grid[0]):
+            given, state.programs = _given(args), grid[0]
+            for state.program in range(grid[0]):
                 state.mmas.clear()
                 self.function(*given, **constants)
 

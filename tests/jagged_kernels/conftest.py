@@ -21,6 +21,7 @@ from .fixtures.block_attention import (
 )
 from .fixtures.delta import check_delta
 from .fixtures.din import check_din
+from .fixtures.hopper import hopper_attention, hopper_din, one_pass_calls, one_pass_counts
 from .fixtures.jagged_matmul import jagged_matmuls
 from .fixtures.jagged_ops import assert_neighbours_kept, assert_second_derivatives, jagged_pair
 from .fixtures.jagged_softmax import assert_hidden_lines_give_0, jagged_softmaxes

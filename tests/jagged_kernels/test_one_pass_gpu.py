@@ -3,8 +3,6 @@ short ones."""
 
 import pytest
 import torch
-from jagged_kernels.attention.hopper import launch as hopper
-from jagged_kernels.schedule import cost
 from marks import ON_HOPPER
 
 import jagged_modules as jm
@@ -17,32 +15,10 @@ CASES = [((64, 64), torch.float16), ((128, 128), torch.bfloat16)]
 
 
 @pytest.fixture
-def counts(monkeypatch):
-    """Counts the kernel's calls."""
-    counts = dict(one_pass=0)
-    launch = hopper._Backward.one_pass
-
-    def counted(*args):
-        counts["one_pass"] += 1
-        return launch(*args)
-
-    monkeypatch.setattr(hopper._Backward, "one_pass", counted)
-    return counts
-
-
-@pytest.fixture
-def calls(monkeypatch, counts):
-    """Selects the kernel for all lengths, and lists key tiles in groups of few segments."""
-    monkeypatch.setattr(cost, "one_pass_minimum", lambda *_: cost.OnePassMinimum(0, 0))
-    monkeypatch.setattr(cost, "one_pass_elements", lambda *_: 2**16)
-    return counts
-
-
-@pytest.fixture
-def check(check_attention, calls):
+def check(check_attention, one_pass_calls):
     def check(lengths, dtype=torch.bfloat16, dims=(64, 64), **options):
         check_attention(lengths, dtype, "cuda", dims=dims, kernels="hopper", **options)
-        assert calls["one_pass"] == 1
+        assert one_pass_calls["one_pass"] == 1
 
     return check
 
@@ -113,7 +89,7 @@ def test_scale(check, scale):
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
 @pytest.mark.parametrize("mask", [None, jm.AttentionMask(causal=True)], ids=["", "causal"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_a_neighbours_nan_stays_where_it_is(offsets, calls, dim, mask, activation):
+def test_a_neighbours_nan_stays_where_it_is(offsets, one_pass_calls, dim, mask, activation):
     q, k, v = (
         torch.randn(300, heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)
     )
@@ -133,7 +109,7 @@ def test_a_neighbours_nan_stays_where_it_is(offsets, calls, dim, mask, activatio
     grad[:70], grad[170:] = float("nan"), float("nan")
     for x in torch.autograd.grad(out, (q, k, v), grad):
         assert x[70:170].isfinite().all() and x[:70].isnan().all() and x[170:].isnan().all()
-    assert calls["one_pass"] == 1
+    assert one_pass_calls["one_pass"] == 1
 
 
 @pytest.mark.large_memory
@@ -147,7 +123,7 @@ def test_a_neighbours_nan_stays_where_it_is(offsets, calls, dim, mask, activatio
     ],
     ids=str,
 )
-def test_long_segments_take_it(check_attention, counts, dim, mask, heads, lengths):
+def test_long_segments_take_it(check_attention, one_pass_counts, dim, mask, heads, lengths):
     check_attention(
         (lengths, lengths),
         torch.bfloat16,
@@ -157,24 +133,24 @@ def test_long_segments_take_it(check_attention, counts, dim, mask, heads, length
         mask=mask,
         kernels="hopper",
     )
-    assert counts["one_pass"] == 1
+    assert one_pass_counts["one_pass"] == 1
 
 
 @pytest.mark.large_memory
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("heads", [(8, 8), (16, 8)], ids=str)
-def test_targets_on_long_histories_take_it(check_attention, counts, dim, heads):
+def test_targets_on_long_histories_take_it(check_attention, one_pass_counts, dim, heads):
     queries, keys = [90, 1, 300, 128, 506, 0], [3000, 6000, 64, 1500, 2500, 129]
     check_attention(
         (queries, keys), torch.bfloat16, "cuda", dims=(dim, dim), heads=heads, kernels="hopper"
     )
-    assert counts["one_pass"] == 1
+    assert one_pass_counts["one_pass"] == 1
 
 
-def test_a_workspace_without_room_for_its_sums(check_attention, calls):
+def test_a_workspace_without_room_for_its_sums(check_attention, one_pass_calls):
     with jm.backward_workspace(2**16):
         check_attention((SELF, SELF), torch.bfloat16, "cuda", dims=(64, 64), kernels="hopper")
-    assert calls["one_pass"] == 0
+    assert one_pass_calls["one_pass"] == 0
 
 
 def random_batch(seed, num_segments, longest, dim):
@@ -190,7 +166,7 @@ def random_batch(seed, num_segments, longest, dim):
 @pytest.mark.parametrize("num_segments, longest", [(1, 9000), (5, 3000), (64, 400), (300, 130)])
 @pytest.mark.parametrize("dim, mask", [(64, None), (64, "causal"), (128, None), (128, "causal")])
 def test_the_same_bits_beside_other_kernels(
-    offsets, calls, check_bits_beside_other_kernels, dim, mask, num_segments, longest
+    offsets, one_pass_calls, check_bits_beside_other_kernels, dim, mask, num_segments, longest
 ):
     """With and without a schedule. Thread blocks wait for one another."""
     mask = None if mask is None else jm.AttentionMask(causal=True)
@@ -208,10 +184,10 @@ def test_the_same_bits_beside_other_kernels(
         return torch.autograd.grad(out, leaves, do)
 
     check_bits_beside_other_kernels(step, 30)
-    assert calls["one_pass"] == 60
+    assert one_pass_calls["one_pass"] == 60
 
 
-def test_a_graph_serves_other_lengths(offsets, calls):
+def test_a_graph_serves_other_lengths(offsets, one_pass_calls):
     """A captured step, replayed with new offsets."""
     leaves = [
         torch.randn(300, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -234,4 +210,4 @@ def test_a_graph_serves_other_lengths(offsets, calls):
         segments.copy_(offsets(lengths, "cuda"))
         graph.replay()
         assert all(torch.equal(x, y) for x, y in zip(captured, step()))
-    assert calls["one_pass"] == 5
+    assert one_pass_calls["one_pass"] == 5

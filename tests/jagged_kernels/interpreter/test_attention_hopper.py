@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from emulated_hopper import hopper_attention  # noqa: F401
-from jagged_kernels.attention.hopper import launch as hopper
-from jagged_kernels.schedule import cost
 from marks import slow_after
 from space import MASKS
 
@@ -62,18 +59,11 @@ def test_short_queries(check, change_selection, activation, consumers):
 
 @slow_after(1, "dims", [(64, 64), (40, 56)], ids=str)
 @slow_after(1, "mask", ["causal", None])
-def test_one_pass(check, monkeypatch, mask, dims):
-    """The kernel of all three gradients, for all lengths. In fp16: the interpreter, which writes
-    dq, rounds to bfloat16 towards 0."""
-    monkeypatch.setattr(cost, "one_pass_minimum", lambda *_: cost.OnePassMinimum(0, 0))
-    monkeypatch.setattr(cost, "one_pass_elements", lambda *_: 2**14)
-    launched, launch = [], hopper._Backward.one_pass
-    monkeypatch.setattr(
-        hopper._Backward, "one_pass", lambda *args: launched.append(None) or launch(*args)
-    )
+def test_one_pass(check, one_pass_calls, mask, dims):
+    """In fp16: the interpreter, which writes dq, rounds to bfloat16 towards 0."""
     for lengths in ((SELF, SELF), ([4, 130, 5], [0, 0, 70])):
         check(lengths, dims, FP16, mask=mask)
-    assert launched
+    assert one_pass_calls["one_pass"] == 2
 
 
 @slow_after(
