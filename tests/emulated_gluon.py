@@ -395,7 +395,8 @@ ASSEMBLY = {  # by a part of its text
     "bulk.wait_group 0; mov": lambda x: x,
     "cvt.rn.relu.bf16x2": lambda z: torch.relu(z).bfloat16(),
     "fma.rn.bf16x2": lambda x, y, z: (x.double() * y.double() + z.double()).bfloat16(),
-    "setp.gt.f32": lambda z, slope: torch.where(z > 0, z, slope * z),
+    "setp.gt.f32": lambda z, x, slope: torch.where(z > 0, x, slope * x),
+    "setp.gt.bf16x2": lambda h, dh: torch.where(h > 0, dh, 0.0),
 }
 
 

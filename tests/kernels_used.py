@@ -349,7 +349,7 @@ def din() -> str:
     kernels = {"forward": "fwd", "dq": "dq", "the MLP's gradients": "dmlp", "dk and dv": "dkdv"}
     sizes = {"E=64, (80, 40)": (64, (80, 40)), "E=128, (80, 40)": (128, (80, 40))}
     sizes["E=256, (128,)"] = (256, (128,))
-    programs = din_configs.CTAS
+    programs, hopper = din_configs.CTAS, din_configs.HOPPER_CTAS
     rows = [
         [dtype, name, *(_din_tile(kernel, kind.itemsize, *size) for size in sizes.values())]
         for dtype, kind in DTYPES.items()
@@ -358,8 +358,10 @@ def din() -> str:
     return f"""## DIN's attention
 
 `jagged_kernels.din.configs` decides. Events of a block, and warps. A multiprocessor gets at most
-{programs["fwd"]} programs of the forward, {programs["hopper"]} of Hopper's, {programs["dq"]} of dq
-and of the MLP's gradients. In bf16, Hopper has a forward for two layers where v is k, up to E=128.
+{programs["fwd"]} programs of the forward, {programs["dq"]} of dq and of the MLP's gradients; on
+Hopper {hopper["fwd"]} of the forward and {hopper["mlp"]} of gradients but dk. In bf16, Hopper has
+kernels of its own for two layers where v is k: a forward up to E=128, a backward up to E=64 and 80
+units.
 
 {merged(["dtype", "kernel"], sizes, rows)}
 """

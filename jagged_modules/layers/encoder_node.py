@@ -31,12 +31,12 @@ from .mlp_node import (
 )
 from .norms import NormOptions, RMSNorm, RowNorm, norm_parameters
 from .one_node import bias_columns, in_training, node_dtype, parameters_of
-from .residual_node import Around, Residual, residual_gradients, with_residual
+from .residual_node import Around, Residual, Stream, residual_gradients, with_residual
 
 if TYPE_CHECKING:
     from .encoder import JaggedEncoderLayer
 
-QUERIES = "queries"  # norm_first of SASRec's layers, which are no node
+QUERIES = "queries"  # norm_first of SASRec's layers
 
 
 class EncoderCall(NamedTuple):
@@ -52,8 +52,6 @@ def encoder_dtype(layer: JaggedEncoderLayer, x: Tensor) -> torch.dtype | None:
     parameters; None where these are called."""
     attention, norms = layer.attention, (layer.norm1, layer.norm2)
     if type(attention) is not JaggedGDPA or type(layer.dropout) is not nn.Dropout:
-        return None
-    if layer.norm_first == QUERIES:
         return None
     if any([type(norm) not in (RowNorm, RMSNorm) for norm in norms]):
         return None
@@ -71,19 +69,23 @@ def encoder_node(
     x, norm1, norm2, dropout = rows.values, layer.norm1, layer.norm2, layer.dropout
     attention, of_dropout = layer.attention, in_training(dropout, dropout.p)
 
-    def residual(norm: nn.Module, columns: int) -> Residual:
+    def residual(norm: nn.Module, columns: int, is_joined: bool) -> Residual:
         is_wide = torch.is_autocast_enabled(x.device.type) and type(norm) is RowNorm
         result = torch.float32 if is_wide else None  # as autocast's layer norm
         options = NormOptions.of(norm)
-        return Residual(dtype, options, bool(layer.norm_first), result, of_dropout, columns)
+        placed = bool(layer.norm_first), result, of_dropout, columns, is_joined, of_norm
+        return Residual(dtype, options, *placed)
 
-    around = residual(norm1, bias_columns(x, dtype))
-    sides = attention._sides(rows, None, num_targets, dtype)  # pyright: ignore[reportPrivateUsage]
+    of_norm = layer.norm_first == QUERIES
+    context = rows.with_values(x) if of_norm else None  # the node takes x once
+    around = residual(norm1, 0 if of_norm else bias_columns(x, dtype), not layer.norm_first)
+    sides = attention._sides(rows, context, num_targets, dtype)  # pyright: ignore[reportPrivateUsage]
+    sides = sides._replace(context=None)
     *inputs, of_attention = node_arguments(attention, x, norm1, dtype, sides, around)
     linears = layer.linear1, layer.linear2
     parameters = parameters_of(*linears)
     network = FeedForward(*kernels_activation(layer.activation), of_dropout)
-    call = EncoderCall(of_attention, network, residual(norm2, 0))
+    call = EncoderCall(of_attention, network, residual(norm2, 0, bool(layer.norm_first)))
     return apply(_Node, *inputs, *norm_parameters(norm2), *parameters, call)
 
 
@@ -95,7 +97,7 @@ class _Node(torch.autograd.Function):
         x, of_attention = attention_part(ctx, NodeInputs(*inputs[:count]), call.attention)
         y, of_network = _network(ctx, x, inputs[count:], call)
         ctx.save_for_backward(*of_network, *of_attention)
-        return y
+        return y.joined(call.attention.ends[0])
 
     @staticmethod
     @differentiable_once
@@ -103,7 +105,8 @@ class _Node(torch.autograd.Function):
         around, saved = Around.first_of(ctx.saved_tensors)
         count = len(SavedFeedForward._fields)
         network, of_attention = SavedFeedForward(*saved[:count]), saved[count:]
-        dx, of_network = _network_gradients(ctx, dy, around, network)
+        kept = Around.first_of(of_attention)[0].kept
+        dx, of_network = _network_gradients(ctx, Stream(dy), around, network, kept)
         count = len(NodeInputs._fields)
         if dx is None:
             return *[None] * count, *of_network, None
@@ -111,34 +114,37 @@ class _Node(torch.autograd.Function):
 
 
 def _network(
-    ctx: Any, x: Tensor, inputs: Sequence[Any], call: EncoderCall
-) -> tuple[Tensor, list[Tensor | None]]:
+    ctx: Any, x: Stream, inputs: Sequence[Any], call: EncoderCall
+) -> tuple[Stream, list[Tensor | None]]:
     """The layer's result for that of the attention, and what `_network_gradients` reads. inputs:
     weight and bias, which may be None, of the network's norm and of its linears."""
-    ctx.network, ctx.network_residual, ctx.network_dtype = *call[1:], x.dtype
+    ctx.network, ctx.network_residual = call[1:]
     trains, end = any(ctx.needs_input_grad), call.attention.ends[0]
 
     def part(rows: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         return feed_forward(rows, inputs[2:], call.network, trains)
 
-    y, around, saved = with_residual(x, (inputs[0], inputs[1]), call.residual, end, part)
+    norm = inputs[0], inputs[1]
+    y, around, saved = with_residual(x, norm, call.residual, end, trains, part)
     return y, [*around, *saved]
 
 
 def _network_gradients(
-    ctx: Any, dy: Tensor, around: Around, saved: SavedFeedForward
-) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-    """Of the attention's result and of the inputs of `_network`."""
+    ctx: Any, dy: Stream, around: Around, saved: SavedFeedForward, kept: Tensor | None
+) -> tuple[Stream | None, tuple[Tensor | None, ...]]:
+    """Of the attention's result, of which dropout kept this, and of the inputs of `_network`."""
     count = len(NodeInputs._fields)
     of_attention = any(ctx.needs_input_grad[:count])
     of_network = ctx.needs_input_grad[count:-1]  # as inputs of `_network`
-    norm_first, rows_dtype = ctx.network_residual.norm_first, saved.rows.dtype
-    dtypes = rows_dtype if norm_first else ctx.network_dtype, ctx.dtype
 
-    def part(dy: Tensor, of_rows: bool) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    def part(
+        dy: Tensor, sums: Tensor | None, of_rows: bool
+    ) -> tuple[Tensor | None, None, tuple[Tensor | None, ...]]:
         wanted = of_rows, *of_network[2:]
-        return feed_forward_gradients(dy, saved, ctx.network, wanted, dtypes, norm_first)
+        drows, others = feed_forward_gradients(dy, sums, saved, ctx.network, wanted, ctx.dtype)
+        return drows, None, others
 
     needs = of_attention, any(of_network[:2])
-    dx, of_norm, others = residual_gradients(dy, around, ctx.network_residual, needs, part)
+    given = around, ctx.network_residual, needs, part, kept
+    dx, of_norm, others = residual_gradients(dy, *given)
     return dx, (*of_norm, *others)

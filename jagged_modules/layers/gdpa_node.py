@@ -45,6 +45,7 @@ from .one_node import (
 from .residual_node import (
     Around,
     Residual,
+    Stream,
     normed_columns_gradients,
     residual_gradients,
     row_norm,
@@ -216,19 +217,20 @@ class HeadNorm(NamedTuple):
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        y, saved = attention_part(ctx, NodeInputs(*arguments[:-1]), arguments[-1])
+        inputs, call = NodeInputs(*arguments[:-1]), arguments[-1]
+        y, saved = attention_part(ctx, inputs, call)
         ctx.save_for_backward(*saved)
-        return y
+        return y.x if y.added is None else y.joined(call.ends[0])
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *attention_part_gradients(ctx, dy, ctx.saved_tensors), None
+        return *attention_part_gradients(ctx, Stream(dy), ctx.saved_tensors), None
 
 
 def attention_part(
     ctx: Any, inputs: NodeInputs, call: GDPACall
-) -> tuple[Tensor, list[Tensor | None]]:
+) -> tuple[Stream, list[Tensor | None]]:
     """The result of a layer or block, and what `attention_part_gradients` reads besides ctx."""
     ctx.x_dtype, ctx.dtype, ctx.rows = inputs.x.dtype, inputs.out_weight.dtype, inputs.x.shape[0]
     ctx.residual, (end, _) = call.residual, call.ends
@@ -244,32 +246,42 @@ def attention_part(
             rows = rounded_gemm_rows(rows, end, call.dtype)
         y, saved = part(rows)
         y = y if end is None else with_zero_tail(y[: ctx.rows], end)
-        return y, [*Around(end), *saved]
+        return Stream(y), [*Around(end), *saved]
+    if call.residual.of_norm:  # keys and values of rows without the norm
+        inputs = inputs._replace(context=inputs.x)
     norm: Any = inputs.norm, inputs.norm_bias
-    y, around, saved = with_residual(inputs.x, norm, call.residual, end, part)
-    return y, [*around, *saved]
+    given = Stream(inputs.x), norm, call.residual, end, any(ctx.needs_input_grad)
+    stream, around, saved = with_residual(*given, part)
+    return stream, [*around, *saved]
 
 
 def attention_part_gradients(
-    ctx: Any, dy: Tensor, saved: Sequence[Any]
+    ctx: Any, dy: Stream, saved: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
     """Of `NodeInputs`, the node's first inputs. saved: by `attention_part`."""
     wanted: Any = NodeInputs(*ctx.needs_input_grad[: len(NodeInputs._fields)])
     around, saved = Around.first_of(saved)
     of_attention, segments = _Saved(*saved[: len(_Saved._fields)]), saved[len(_Saved._fields) :]
-
-    def part(dy: Tensor, of_rows: bool) -> tuple[Tensor | None, tuple[Any, ...]]:
-        return _gradients(ctx, dy, of_attention, list(segments), wanted, of_rows)
-
-    of_norm: Any = None, None
     if ctx.residual is None:
         (end, *_), h = around, of_attention.h
-        dy = gemm_rows(dy, end, h.dtype, None if end is None else h.shape[0], False)
-        dx, others = part(dy, wanted.x)
-    else:
-        needs = wanted.x, wanted.norm or wanted.norm_bias
-        dx, of_norm, others = residual_gradients(dy, around, ctx.residual, needs, part)
-    return dx, others[0], *of_norm, *others[1:]
+        grad = gemm_rows(dy.x, end, h.dtype, None if end is None else h.shape[0], False)
+        given = (grad, None), of_attention, list(segments), wanted, wanted.x
+        dx, others = _gradients(ctx, *given)
+        return dx, others[0], None, None, *others[1:]
+    if takes_x := ctx.residual.of_norm:
+        wanted = wanted._replace(context=wanted.x)
+
+    def part(
+        dy: Tensor, sums: Tensor | None, of_rows: bool
+    ) -> tuple[Tensor | None, Tensor | None, tuple[Any, ...]]:
+        given = (dy, sums), of_attention, list(segments), wanted, of_rows
+        drows, others = _gradients(ctx, *given)
+        return drows, others[0] if takes_x else None, others
+
+    needs = wanted.x, wanted.norm or wanted.norm_bias
+    stream, of_norm, others = residual_gradients(dy, around, ctx.residual, needs, part)
+    dx = None if stream is None else stream.joined(None)  # its terms are 0 behind the end
+    return dx, None if takes_x else others[0], *of_norm, *others[1:]
 
 
 def _attended(
@@ -351,16 +363,23 @@ def _normed(
 
 
 def _gradients(
-    ctx: Any, dy: Tensor, saved: _Saved, segments: list[Tensor | None], wanted: Any, of_rows: bool
+    ctx: Any,
+    grad: tuple[Tensor, Tensor | None],
+    saved: _Saved,
+    segments: list[Tensor | None],
+    wanted: Any,
+    of_rows: bool,
 ) -> tuple[Tensor | None, tuple[Any, ...]]:
     """Gradients of the rows that are projected; and of the context and of `NodeInputs`' q_weight to
-    k_norm. dy: of the result, in the operands' dtype. wanted: of which, as `NodeInputs`; and
-    of_rows."""
+    k_norm. grad: of the result, in the operands' dtype, and the sum of its rows, or None. wanted:
+    of which, as `NodeInputs`; and of_rows."""
+    dy, sums = grad
     projections = wanted.q_weight, wanted.q_bias, wanted.keys, wanted.values
     needs = any((of_rows, wanted.context, *projections, wanted.q_norm, wanted.k_norm))
     of_out, h = [needs, wanted.out_weight, wanted.out_bias], saved.h
     of_gemm = saved.out_weight, of_out, h.dtype, ctx.dtype
-    dh, *dout = linear_gradients(dy, h, *of_gemm, saved.out is None)  # else h may be out
+    frees = saved.out is None  # else h may be out
+    dh, *dout = linear_gradients(dy, h, *of_gemm, frees, sums=sums)
     if ctx.residual is not None and dy.dtype != ctx.x_dtype:  # then dy is a copy
         release(dy)
     if dh is None:
@@ -381,8 +400,10 @@ def _attention_gradients(
     arguments = q, saved.k, saved.v, segments, *ctx.options
     of_q: list[Any] = [of_rows, wanted.q_weight, wanted.q_bias]
     of_keys, of_values = wanted.keys, wanted.values
-    is_normed = ctx.residual is not None and ctx.residual.norm_first
-    rows_dtype, width = rows.dtype if is_normed else ctx.x_dtype, q.shape[1] * q.shape[2]
+    is_block, width = ctx.residual is not None, q.shape[1] * q.shape[2]
+    rows_dtype = rows.dtype if is_block else ctx.x_dtype
+    # the norm's result, or a copy
+    is_own = is_block and (ctx.residual.norm_first or rows.dtype != ctx.x_dtype)
     q_norm, k_norm = HeadNorm(*saved[-6:-3]), HeadNorm(*saved[-3:])
     if ctx.is_learned:
         dq, dk, dv, *_ = attention_backward(do, results, *arguments)
@@ -395,7 +416,7 @@ def _attention_gradients(
         dq_norm, dk_norm = head_norm_gradients(dqkv[: q.shape[0]], q_norm, q.shape[2], width)
         release(q, saved.k, saved.v, saved.h, dh)
         of_qkv = [of_q[0], of_q[1] or of_keys, of_q[2] or of_values]
-        of_gemm = saved.weight, of_qkv, rows_dtype, dtype, is_normed, ctx.rows
+        of_gemm = saved.weight, of_qkv, rows_dtype, dtype, is_own, ctx.rows
         dx, *packed = linear_gradients(dqkv, rows, *of_gemm)
         (dq_weight, dkeys), (dq_bias, dvalues) = (
             (None, None) if x is None else x.tensor_split([width]) for x in packed

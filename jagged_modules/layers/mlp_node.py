@@ -9,8 +9,9 @@ That of each activation adds up the bias' gradient in the same pass.
 
     h = dropout(act(x W₁ᵀ + b₁)),  y = h W₂ᵀ + b₂        a feed-forward network
 
-Its backward computes h again. ReLU is the GEMM's, and its derivative follows from its result, also
-after dropout, whose gradient is 0 where h is: there is no z, and h is not computed again.
+Its backward computes h again, in the pass that computes dz. ReLU is the GEMM's, and its derivative
+follows from its result, also after dropout, whose gradient is 0 where h is: there is no z, and h is
+not computed again.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ import torch
 from torch import Tensor
 
 from ..functional.linear import keeps_result, relu_linear
-from ..functional.nodes import apply, differentiable_once, release
+from ..functional.nodes import apply, differentiable_once, is_last_backward, release
 from ..functional.tail import cleared, with_zero_tail
 from .one_node import (
     LinearGradients,
     cast,
     dropout_gradient,
+    dropout_scale,
     dropped,
     linear,
     linear_gradients,
     parameters_of,
+    product,
 )
 
 if TYPE_CHECKING:
@@ -176,48 +179,69 @@ def _hidden(
 
 def feed_forward_gradients(
     dy: Tensor,
+    sums_of_dy: Tensor | None,
     saved: SavedFeedForward,
     network: FeedForward,
     wanted: Sequence[bool],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    frees_rows: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-    """Of the rows and of the parameters, in these dtypes. dy: in the operands' dtype. wanted: of
-    which. frees_rows: the node has made the rows and reads them no more."""
+    """Of the rows, in their dtype, and of the parameters, in this one. dy: in the operands' dtype.
+    sums_of_dy: of its rows, or None. wanted: of which. The node has made the rows and reads them no
+    more."""
     rows, weight1, z, kept, weight2 = saved
     activation, gated, dropout = network
     keeps = keeps_result(activation)
-    h = z if keeps else None
-    if wanted[3] and not keeps:
-        # given dy, so that a graph does not keep the forward's
-        h = dropout_gradient(activated(z, activation, gated, dy), kept, dropout)
-    of_second = [any(wanted[:3]), *wanted[3:]], z.dtype, dtypes[1], not keeps
-    dh, *dsecond = linear_gradients(dy, h, weight2, *of_second)
-    del h
-    if dh is None:
-        return None, (None, None, *dsecond)
-    dh, options = dropout_gradient(dh, kept, dropout), (activation, gated, None)
-    of_first = rows, weight1, z, wanted[:3], options, dtypes, (frees_rows, True)
-    drows, *dfirst = _layer_gradients(dh, *of_first)
-    return drows, (*dfirst, *dsecond)
+
+    def second(h: Tensor) -> Sequence[Tensor | None]:
+        of_gemm = weight2, [False, *wanted[3:]], h.dtype, dtype, not keeps
+        return linear_gradients(dy, h, *of_gemm, sums=sums_of_dy)[1:]
+
+    if not any(wanted[:3]):
+        h = z if keeps else dropout_gradient(activated(z, activation, gated), kept, dropout)
+        return None, (None, None, *second(h))
+    dz, scale = product(dy, weight2, z.dtype), dropout_scale(kept, dropout)
+    if keeps:
+        dsecond = second(z)
+        dz, sums = activation_gradients(dz, z, activation, gated, None, scale)
+        release(z)
+    else:
+        h, dz, sums = activated_again(dz, z, activation, gated, kept, scale)
+        dsecond = second(h)
+        del h
+    of_first = weight1, [*wanted[:2], False], rows.dtype, dtype, True
+    drows, dfirst, _ = linear_gradients(dz, rows, *of_first)
+    release(dz)
+    return drows, (dfirst, sums.to(dtype) if wanted[2] else None, *dsecond)
 
 
 # -- what kernels compute --------------------------------------------------------------------------
 
 
-def activated(z: Tensor, activation: str, gated: bool, after: Tensor | None = None) -> Tensor:
-    """after: not read; see `triton_activation`."""
+def activated(z: Tensor, activation: str, gated: bool) -> Tensor:
     from jagged_kernels.common.ops import called
     from jagged_kernels.rows.activation import triton_activation
 
-    return called(triton_activation, z, activation, gated, after)
+    return called(triton_activation, z, activation, gated)
 
 
 def activation_gradients(
-    dy: Tensor, z: Tensor, activation: str, gated: bool, end: Tensor | None
+    dy: Tensor, z: Tensor, activation: str, gated: bool, end: Tensor | None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Of z, 0 from end[-1] on, and its sum over rows."""
+    """Of z, 0 from end[-1] on, and its sum over rows, for dy · scale."""
     from jagged_kernels.common.ops import called
     from jagged_kernels.rows.activation import triton_activation_backward
 
-    return called(triton_activation_backward, dy, z, activation, gated, end)
+    return called(triton_activation_backward, dy, z, activation, gated, end, scale)
+
+
+def activated_again(
+    dy: Tensor, z: Tensor, activation: str, gated: bool, kept: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The activation of z with dropout, which replaces dy, the gradient of z, which replaces z
+    unless another backward reads it, and the sum of the latter's rows. kept, scale: of dropout."""
+    from jagged_kernels.common.ops import called
+    from jagged_kernels.rows.activation import triton_activation_again_backward
+
+    dz = z if is_last_backward() else dy.new_empty(z.shape)
+    given = dy, z, dz, activation, gated, kept, scale
+    return dy, dz, called(triton_activation_again_backward, *given)

@@ -109,8 +109,15 @@ def dropout_gradient(dx: Tensor, kept: Tensor | None, probability: float) -> Ten
     """The gradient of the input of `dropped`."""
     if kept is None:
         return dx
-    scale = 0.0 if probability == 1 else 1 / (1 - probability)
+    scale = dropout_scale(kept, probability)
     return torch.ops.aten.native_dropout_backward(dx, kept, scale)
+
+
+def dropout_scale(kept: Tensor | None, probability: float) -> float:
+    """The factor of what `dropped` keeps."""
+    if kept is None:
+        return 1.0
+    return 0.0 if probability == 1 else 1 / (1 - probability)
 
 
 def bias_columns(x: Tensor, dtype: torch.dtype) -> int:
@@ -222,12 +229,13 @@ def linear_gradients(
     dtype: torch.dtype,
     frees_x: bool = False,
     num_rows: int | None = None,
+    sums: Tensor | None = None,
 ) -> LinearGradients:
     """Of x, in x_dtype, and of weight and bias, in dtype. wanted: which of the three. frees_x: the
     node has made x and reads it no more. x may have the columns and the rows of `gemm_rows`, dy
     such rows too; x is None if no gradient of the weight is wanted. num_rows: of the gradient of x;
-    None: as many as dy has."""
-    dweight, dbias, width = None, None, weight.shape[1]
+    None: as many as dy has. sums: of the rows of dy, if they are known."""
+    dweight, dbias, width = None, None if sums is None else sums.to(dtype), weight.shape[1]
     if x is not None:
         if x.shape[0] > dy.shape[0]:
             x = x[: dy.shape[0]]

@@ -32,17 +32,26 @@ def row_norm(
     dy: Tensor,
     dtype: torch.dtype,
     norm: Norm,
+    added: Tensor | None = None,
+    copy: torch.dtype | None = None,
+    factors: Tensor | None = None,
 ) -> Bounds:
-    """Bounds of y in dtype "out", and for its gradient dy of "dx", plus the residual, "dweight" and
-    "dbias"."""
+    """Bounds of y in dtype "out", and for its gradient dy, plus `added`, of "dx", plus the
+    residual, "dweight", "dbias", and "total", the sum of the rows of dx. With a dtype `copy`, also
+    of y and dx in it, "copy" and "dcopy". factors: of dropout, of dcopy and total."""
     w, grad = Bound.exact(weight), Bound.exact(dy)
+    if added is not None:
+        grad = grad + Bound.exact(added)
     xhat, rstd = _normed(Bound.exact(x), norm)
-    y = xhat * w if bias is None else xhat * w + Bound.exact(bias)
+    y = _affine(xhat, weight, bias)
     dx = _norm_gradient(grad * w, xhat, rstd, norm)
     if residual is not None:
         dx = dx + Bound.exact(residual)
     bounds = dict(out=y.rounded(dtype), dx=dx.rounded(x.dtype), dweight=(grad * xhat).sum(0))
-    return bounds if bias is None else bounds | dict(dbias=grad.sum(0))
+    bounds |= {} if bias is None else dict(dbias=grad.sum(0))
+    dx = dx if factors is None else dx * Bound.exact(factors)
+    bounds |= {} if copy is None else dict(copy=y.rounded(copy), dcopy=dx.rounded(copy))
+    return bounds | dict(total=dx.sum(0))
 
 
 def gate(
@@ -83,15 +92,21 @@ def gate_linear_backward(
     return bounds if bias is None else bounds | dict(dbias=dnormed.sum(0))
 
 
-def activation(x: Tensor, dy: Tensor, name: str, gated: bool) -> Bounds:
+def activation(
+    x: Tensor, dy: Tensor, name: str, gated: bool, factors: Tensor | None = None
+) -> Bounds:
     """Bounds of act(x), or of act(x₁) · x₂ with `gated`, and for its gradient dy of "dx" and of
-    "sums", of its rows."""
+    "sums", of its rows. factors: of dropout behind it."""
     width, grad = dy.shape[1], Bound.exact(dy)
+    if factors is not None:
+        grad = grad * Bound.exact(factors)
     act, dact = activated(Bound.exact(x[:, :width]), name)
     dx, y = grad * dact, act
     if gated:
         gate = Bound.exact(x[:, width:])
         y, dx = act * gate, _joined(grad * gate * dact, grad * act)
+    if factors is not None:
+        y = y * Bound.exact(factors)
     return dict(out=y.rounded(x.dtype), dx=dx.rounded(x.dtype), sums=dx.sum(0))
 
 

@@ -39,7 +39,13 @@ from .fixtures.packed import (
 from .fixtures.packed_gradients import check_packed_gradients
 from .fixtures.padding import by_kernels, check_padding
 from .fixtures.pages import check_compiled_pages, check_pages
-from .fixtures.rows import check_activation_of_rows, check_end, check_gate, check_row_norm
+from .fixtures.rows import (
+    check_activation_of_rows,
+    check_end,
+    check_gate,
+    check_residual_norm,
+    check_row_norm,
+)
 from .fixtures.split_queries import check_split_queries
 from .fixtures.tile_list import (
     check_grouped_tiles,

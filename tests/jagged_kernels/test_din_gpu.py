@@ -34,6 +34,9 @@ def test_activations(check_din, activation, dtype):
         ((80, 40), 128, None),
         ((128, 64), 64, None),
         ((5, 3), 20, None),
+        ((80, 64), 64, None),
+        ((33, 16), 40, None),
+        ((64, 32), 8, None),
     ],
     ids=str,
 )
@@ -65,7 +68,7 @@ def test_rows_of_many_lengths(check_din, activation, normalize, mask, monkeypatc
 
 @pytest.mark.parametrize("mask", [None, "hstu", "causal"])
 @pytest.mark.parametrize("activation", ["relu", "dice-eval"])
-def test_portable_forward(check_din, activation, mask, monkeypatch):
+def test_portable_kernels(check_din, activation, mask, monkeypatch):
     """Where Hopper's would run."""
     from jagged_kernels.din import op
 

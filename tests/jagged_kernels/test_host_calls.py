@@ -64,7 +64,7 @@ STEPS = {
         lambda layer, x, t: layer(history(x), t[:, None], candidates())[1],
         503,
     ),
-    "GDPA": (lambda: jm.JaggedGDPA(WIDTH, 2), lambda layer, x, t: layer(history(x))[0], 514),
+    "GDPA": (lambda: jm.JaggedGDPA(WIDTH, 2), lambda layer, x, t: layer(history(x))[0], 513),
     "blocks": (
         lambda: jm.BlockDiagonalSelfAttention(WIDTH, 2),
         lambda layer, x, t: layer(history(x))[0],
@@ -73,12 +73,12 @@ STEPS = {
     "HSTU": (
         lambda: jm.HSTULayer(WIDTH, 2, config=jm.HSTUConfig(scaling_seqlen=100)),
         lambda layer, x, t: layer(history(x))[0],
-        665,
+        664,
     ),
     "encoder": (
         lambda: jm.JaggedEncoderLayer(WIDTH, 2, WIDTH),
         lambda layer, x, t: layer(history(x))[0],
-        820,
+        721,
     ),
 }
 

@@ -29,6 +29,20 @@ def test_rows_behind_the_end(check_end, width, norm):
         check_end(rows, width, norm, (FP32, BF16), "cuda")
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(FP32, BF16, FP32), (BF16, BF16, FP32), (FP32, FP16, FP32), (FP16,) * 3, (FP32,) * 3],
+    ids=str,
+)
+@by_width
+def test_residual_norm(check_residual_norm, record_cell, width, norm, dtypes, has_bias):
+    record_cell("row_norm_residual", dtypes[0], (width,), str(dtypes[1]))
+    for rows in ROWS:
+        check_residual_norm(rows, width, norm, dtypes, "cuda", has_bias, both=rows != 37)
+    check_residual_norm(20_000, 512, Norm(), dtypes, "cuda")
+
+
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 @pytest.mark.parametrize("name, gated", ACTIVATIONS)
 def test_activation(check_activation_of_rows, record_cell, name, gated, dtype):

@@ -1,10 +1,10 @@
-"""Which forward of DIN's attention runs, as a table; without a GPU."""
+"""Which kernels of DIN's attention run, as tables; without a GPU."""
 
 import dataclasses
 
 import pytest
 import torch
-from jagged_kernels.din.configs import DINProblem, forward_runs_on_hopper
+from jagged_kernels.din.configs import DINProblem, runs_on_hopper
 
 TYPICAL = DINProblem(
     width=64, hidden=(80, 40), dtype=torch.bfloat16, same=True, aligned=True,
@@ -34,4 +34,26 @@ TYPICAL = DINProblem(
     ids=str,
 )
 def test_forward(changes, expected):
-    assert forward_runs_on_hopper(dataclasses.replace(TYPICAL, **changes)) is expected
+    assert runs_on_hopper(dataclasses.replace(TYPICAL, **changes), backward=False) is expected
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, True),
+        (dict(width=8, hidden=(5, 3)), True),
+        (dict(hidden=(80, 64)), True),
+        (dict(hidden=(81, 40)), False),  # registers
+        (dict(hidden=(80, 65)), False),
+        (dict(width=65), False),
+        (dict(hidden=(80,)), False),
+        (dict(dtype=torch.float16), False),
+        (dict(same=False), False),
+        (dict(aligned=False), False),
+        (dict(capability=(8, 0)), False),
+        (dict(device_type="cpu"), False),
+    ],
+    ids=str,
+)
+def test_backward(changes, expected):
+    assert runs_on_hopper(dataclasses.replace(TYPICAL, **changes), backward=True) is expected

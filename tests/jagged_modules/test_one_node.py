@@ -23,6 +23,7 @@ import jagged_modules as jm
 from jagged_modules.activations import POINTWISE, swiglu
 from jagged_modules.containers.padding import padded_to
 from jagged_modules.functional import block_attention
+from jagged_modules.functional.nodes import is_last_backward
 from jagged_modules.layers import block_attention as block_layer
 from jagged_modules.layers import (
     block_attention_node,
@@ -86,6 +87,22 @@ def row_norm_gradients(dy, x, weight, mean, rstd, residual, norm, end):
     return dx, ((dy * xhat.flatten(1)).sum(0), None if norm.rms else dy.sum(0))
 
 
+def residual_norm(x, added, weight, bias, dtypes, norm, end, has_sum=True):
+    total, (dtype, second) = cleared(x if added is None else x + added, end), dtypes
+    y, mean, rstd = row_norm(total, weight, bias, dtype, norm, end=end)
+    if added is not None and not has_sum:
+        total = torch.full_like(total, torch.nan)
+    return total, y, None if second is None else y.to(second), mean, rstd
+
+
+def residual_norm_gradients(dy, added, x, weight, mean, rstd, residual, dtype, norm, end, dropout):
+    dy = dy if added is None else dy + added
+    dx, of_weights = row_norm_gradients(dy, x, weight, mean, rstd, residual, norm, end)
+    kept, _ = dropout
+    rows = dx if kept is None else dx * kept * one_node.dropout_scale(*dropout)
+    return residual_node.Stream(dx, None, rows.to(dtype), rows.sum(0)), of_weights
+
+
 def normed_columns_gradients(grads, x, weight, rstd):
     dy = grads[:, : x.shape[1]]
     norm = NormOptions(None, rstd.shape[1], True)
@@ -94,17 +111,26 @@ def normed_columns_gradients(grads, x, weight, rstd):
     return dweight
 
 
-def activated(z, activation, gated, after=None):
+def activated(z, activation, gated):
     assert not gated or activation == "silu"
     return swiglu(z) if gated else POINTWISE[activation].function(z)
 
 
-def activation_gradients(dy, z, activation, gated, end):
+def activation_gradients(dy, z, activation, gated, end, scale=1.0):
     dy, z = cleared(dy, end), cleared(z, end)
     with torch.enable_grad():
         z = z.detach().requires_grad_()
-        (dz,) = torch.autograd.grad(activated(z, activation, gated), z, dy)
+        (dz,) = torch.autograd.grad(activated(z, activation, gated), z, dy * scale)
     return dz, dz.sum(0)
+
+
+def activated_again(dy, z, activation, gated, kept, scale):
+    factor = scale if kept is None else kept * scale
+    dz, sums = activation_gradients(dy * factor, z, activation, gated, None)
+    y = activated(z, activation, gated) * factor
+    if is_last_backward():
+        dz = z.copy_(dz)
+    return dy.copy_(y), dz, sums
 
 
 @pytest.fixture
@@ -133,9 +159,12 @@ def nodes(monkeypatch):
     for module in (gdpa_node, residual_node):
         replace(module, "row_norm", row_norm)
     replace(residual_node, "row_norm_gradients", row_norm_gradients)
+    replace(residual_node, "residual_norm", residual_norm)
+    replace(residual_node, "residual_norm_gradients", residual_norm_gradients)
     replace(gdpa_node, "normed_columns_gradients", normed_columns_gradients)
     replace(mlp_node, "activated", activated)
     replace(mlp_node, "activation_gradients", activation_gradients)
+    replace(mlp_node, "activated_again", activated_again)
     replace(block_op, "triton_block_attention_packed", block_forward)
     replace(block_op, "triton_block_attention_packed_backward", block_gradient)
     counted(gdpa_node._Node)
@@ -268,6 +297,8 @@ CASES = {
     "swiglu": lambda: Case(lambda: jm.JaggedMLP([WIDTH, 7, 5], "swiglu")),
     "encoder-first": lambda: Case(encoder(True, "layer", "swiglu", mask=CAUSAL)),
     "encoder-behind": lambda: Case(encoder(False, "layer", "gelu"), num_targets=TARGETS),
+    "encoder-queries": lambda: Case(encoder("queries", "layer", "gelu"), num_targets=TARGETS),
+    "encoder-queries-rms": lambda: Case(encoder("queries", "rms", "relu", mask=CAUSAL)),
 }
 CASES |= {
     f"encoder-{norm_first}-{norm}-{activation}": lambda options=(norm_first, norm, activation): (
@@ -362,6 +393,7 @@ FROZEN = [
     "swiglu",
     "encoder-first",
     "encoder-behind",
+    "encoder-queries",
     "encoder-False-rms-relu",
 ]
 
@@ -383,7 +415,7 @@ def test_what_is_frozen_gets_no_gradient(nodes, name):
 @pytest.mark.parametrize(
     "name",
     ["block", "seeds", "rotary", "candidates", "self-candidates", "mlp", "relu"]
-    + ["encoder-first", "encoder-behind", "encoder-False-rms-relu"],
+    + ["encoder-first", "encoder-behind", "encoder-queries", "encoder-False-rms-relu"],
 )
 def test_checkpoints_retained_graphs_and_no_gradients(nodes, name):
     case = CASES[name]()
@@ -428,6 +460,7 @@ class Projections(TorchDispatchMode):
         ("self-candidates", 2),
         ("encoder-first", 1),
         ("encoder-behind", 3),
+        ("encoder-queries", 2),
     ],
 )
 def test_without_gradients_projections_are_free_before_that_of_the_output(nodes, name, count):
@@ -501,7 +534,9 @@ def test_dropout(nodes, activation, probability):
 
 
 @pytest.mark.parametrize("probability", [0.3, 1.0])
-@pytest.mark.parametrize("name", ["encoder-first", "encoder-behind", "encoder-False-rms-relu"])
+@pytest.mark.parametrize(
+    "name", ["encoder-first", "encoder-behind", "encoder-queries", "encoder-False-rms-relu"]
+)
 def test_dropout_of_an_encoder(nodes, name, probability):
     """The gradient is the derivative for the elements that are kept: the same for a seed."""
     case = CASES[name]()
@@ -561,12 +596,17 @@ def test_relu_keeps_the_next_layers_input_alone(nodes):
 def test_an_encoder_computes_activations_but_relu_again(nodes, monkeypatch, activation, count):
     calls = []
 
-    def counted(*arguments):
-        calls.append(arguments)
-        return activated(*arguments)
+    def count_calls(name):
+        own = getattr(mlp_node, name)
 
-    monkeypatch.setattr(mlp_node, "activated", counted)
-    monkeypatch.setattr(mlp_node, "activation_gradients", lambda dy, *_: (dy, dy.sum(0)))
+        def counted(*arguments):
+            calls.append(arguments)
+            return own(*arguments)
+
+        monkeypatch.setattr(mlp_node, name, counted)
+
+    count_calls("activated")
+    count_calls("activated_again")
     case = Case(encoder(True, "layer", activation))
     case.results(case.layer)
     assert len(calls) == count

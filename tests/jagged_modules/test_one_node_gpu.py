@@ -55,12 +55,16 @@ LAYERS = {
     "encoder-behind": lambda width, heads: jm.JaggedEncoderLayer(
         width, heads, 2 * width, activation="gelu", mask=CAUSAL
     ),
+    "encoder-queries": lambda width, heads: jm.JaggedEncoderLayer(
+        width, heads, 2 * width, norm_first="queries", activation="silu", mask=CAUSAL
+    ),
 }
 # Their gradients have steps, where an error of z counts in full: not beside float64 in 16 bits.
 WITH_STEPS = {
     "relu": lambda width, heads: jm.JaggedMLP([width, 2 * width, width]),
     "encoder-relu": lambda width, heads: jm.JaggedEncoderLayer(width, heads, 2 * width),
 }
+ENCODERS = [name for name in LAYERS if name.startswith("encoder")]
 SEEDS = 32
 # widths, heads; every second of them has small head dims and large ones
 SIZES = [(64, 1), (96, 1), (512, 4), (64, 4), (96, 4), (256, 2), (128, 8), (1024, 8)]
@@ -273,7 +277,9 @@ def test_in_a_cuda_graph(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["gdpa", "block", "blocks", "qk-norm", "swiglu", "encoder-first", "encoder-behind"]
+    "name",
+    ["gdpa", "block", "blocks", "qk-norm", "swiglu", "encoder-first", "encoder-behind"]
+    + ["encoder-queries"],
 )
 def test_no_synchronisation_and_rows_behind_the_end(name):
     """A NaN behind the last segment reaches nothing."""
@@ -401,7 +407,7 @@ def test_modules_with_hooks_are_called(nodes, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["encoder-first", "encoder-behind"])
+@pytest.mark.parametrize("name", ENCODERS)
 def test_the_dtype_of_rows_in_16_bits_under_autocast(nodes, name, dtype):
     """Is that of the modules."""
     case = Case(name)
@@ -415,7 +421,7 @@ def test_the_dtype_of_rows_in_16_bits_under_autocast(nodes, name, dtype):
     assert dx.dtype == dtype and dx.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["encoder-first", "encoder-behind"])
+@pytest.mark.parametrize("name", ENCODERS)
 def test_what_is_frozen(nodes, name):
     """It gets no gradient, and the others the same as before."""
     case = Case(name)
@@ -434,7 +440,7 @@ def test_what_is_frozen(nodes, name):
     assert len(nodes) == 5
 
 
-@pytest.mark.parametrize("name", ["encoder-first", "encoder-behind"])
+@pytest.mark.parametrize("name", ENCODERS)
 @pytest.mark.parametrize("enabled", [True, False])
 def test_dropout_of_an_encoder(nodes, name, enabled):
     """The elements that a seed keeps are those of the modules."""

@@ -29,7 +29,8 @@ class DINConfig:
 
 # More programs than run at once, because histories have different lengths. Each one of the backward
 # has a part of the weights' gradients in memory.
-CTAS = dict(fwd=16, hopper=32, moments=6, dq=4, dmlp=4, dkdv=1)
+CTAS = dict(fwd=16, moments=6, dq=4, dmlp=4, dkdv=1)
+HOPPER_CTAS = dict(fwd=32, mlp=6, events=1)
 
 
 def din_config(
@@ -72,12 +73,15 @@ def _din_config(
     return DINConfig(64, 4, stages, CTAS[kernel], max_registers)
 
 
-def hopper_config(width: int, hidden: tuple[int, ...]) -> DINConfig:
-    """Launch configuration of hopper_forward.py. With 128 registers a thread four programs run at
-    once on an SM, which hide one another's waits, but larger accumulators would not fit; with more,
-    two do."""
+def hopper_config(kernel: str, width: int, hidden: tuple[int, ...]) -> DINConfig:
+    """Launch configuration of "fwd", hopper_forward.py, "mlp", both launches of hopper_rows.py, or
+    "events", hopper_events.py. With 128 registers a thread four programs of the forward run at once
+    on an SM, which hide one another's waits, but larger accumulators would not fit; with more, two
+    do."""
+    if kernel != "fwd":
+        return DINConfig(64, 4, 4, HOPPER_CTAS[kernel], 255)
     four = width <= 64 and hidden[0] <= 80 and hidden[1] <= 40
-    return DINConfig(64, 4, 4, CTAS["hopper"], 128 if four else None)
+    return DINConfig(64, 4, 4, HOPPER_CTAS[kernel], 128 if four else None)
 
 
 HOPPER_STAGES = 4  # tiles of events in shared memory
@@ -85,7 +89,7 @@ HOPPER_STAGES = 4  # tiles of events in shared memory
 
 @dataclasses.dataclass(frozen=True)
 class DINProblem:
-    """What decides which forward runs. same: v is k. aligned: TMA can read rows of k."""
+    """What decides which kernels run. same: v is k. aligned: TMA can read rows of k."""
 
     width: int
     hidden: tuple[int, ...]
@@ -96,10 +100,13 @@ class DINProblem:
     capability: tuple[int, int]
 
 
-def forward_runs_on_hopper(problem: DINProblem) -> bool:
-    """Whether the forward is that of hopper_forward.py, which keeps the accumulators of all units
-    in registers, and runs two programs at once on an SM at least."""
-    if len(problem.hidden) != 2 or problem.width > 128:
+def runs_on_hopper(problem: DINProblem, backward: bool) -> bool:
+    """Whether the forward is that of hopper_forward.py, and the backward that of hopper_rows.py and
+    hopper_events.py, which keep the accumulators of all units in registers, and run two programs at
+    once on an SM at least. The backward's registers suffice for fewer units."""
+    limits = (64, 80, 64) if backward else (128, 128, 64)
+    sizes = (problem.width, *problem.hidden)
+    if len(problem.hidden) != 2 or any(x > limit for x, limit in zip(sizes, limits)):
         return False
     first, second = (sum(n for _, n in pieces(x, 8)) for x in problem.hidden)
     width = max(64, padded_dim(problem.width))
@@ -109,9 +116,7 @@ def forward_runs_on_hopper(problem: DINProblem) -> bool:
         and problem.dtype == torch.bfloat16
         and problem.same
         and problem.aligned
-        and problem.hidden[0] <= 128
-        and problem.hidden[1] <= 64
-        and 2 * elements <= 108 * 1024  # bytes, of 113 KiB
+        and 2 * elements <= 108 * 1024  # bytes of the forward, of 113 KiB
     )
 
 

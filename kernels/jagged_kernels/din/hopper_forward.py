@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common.activations import _fast_tanh
-from ..common.gluon_api import load_tile, thread_barrier
+from ..common.gluon_api import thread_barrier
 from ..common.pipeline import (
     make_barriers,
     mma_abt,
@@ -43,14 +43,26 @@ from ..common.pipeline import (
     zero_rows,
 )
 from ..common.ptxas import safe_ptxas
-from .configs import HOPPER_STAGES
-from .mlp import has_table, packed_fma
-from .walk import AHEAD, end_of, find_seen, find_tile, find_tile_ahead, num_missing, without_tile
-
-BLOCK = gl.constexpr(64)  # events of a tile
-STAGES = gl.constexpr(HOPPER_STAGES)
-COPIES = gl.constexpr(8)  # columns of p
-WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+from .hopper_parts import (
+    BLOCK,
+    COPIES,
+    STAGES,
+    find_next_seen,
+    load_events,
+    load_missing,
+    load_pieces,
+    make_matrix,
+    make_vectors,
+    of_columns,
+    plus,
+    prelu,
+    relu16,
+    store_first,
+    store_vectors,
+    wait,
+)
+from .mlp import has_table
+from .walk import AHEAD, end_of, find_tile, find_tile_ahead, num_missing, without_tile
 
 
 class Buffers(NamedTuple):
@@ -78,59 +90,6 @@ class Sums(NamedTuple):
 
 
 @gluon.jit
-def _find_user(row, offsets_ptr, num_segments):
-    """The last segment that starts at a row or before: as common/loads.py's find_segment."""
-    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    low, size = 0, num_segments
-    while size > 1:
-        step = (size + 31) // 32
-        segments = low + lanes * step
-        inside = lanes * step < size
-        first = gl.load(offsets_ptr + segments, mask=inside, other=0)
-        skipped = (gl.sum((inside & (first <= row)).to(gl.int32), 0) - 1) * step
-        low += skipped
-        size = gl.minimum(step, size - skipped)
-    return low
-
-
-@gluon.jit
-def _find_seen(row, num_rows, num_segments, users, OPTIONS: gl.constexpr):
-    """The Seen of a row of q."""
-    MASK: gl.constexpr = OPTIONS.mask
-    user = _find_user(row, users.q_offsets, num_segments)
-    return find_seen(row, user, num_rows, num_segments, users, MASK, BLOCK)
-
-
-@gluon.jit
-def _load_pieces(ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
-    """The pieces of a vector of a layer's units, in fp32. A thread has at most one unit of each."""
-    pieces = ()
-    for i in gl.static_range(len(OPTIONS.pieces[LAYER])):
-        columns = OPTIONS.pieces[LAYER][i][0] + gl.arange(
-            0, OPTIONS.pieces[LAYER][i][1], layout=gl.BlockedLayout([1], [32], [4], [0])
-        )
-        there = columns < OPTIONS.hidden[LAYER]
-        pieces = pieces + (gl.load(ptr + columns, mask=there, other=0.0).to(gl.float32),)
-    return pieces
-
-
-@gluon.jit
-def _make_vectors(LAYER: gl.constexpr, OPTIONS: gl.constexpr):
-    """Shared memory for the pieces of a vector of a layer's units."""
-    pieces = ()
-    for i in gl.static_range(len(OPTIONS.pieces[LAYER])):
-        piece = gl.allocate_shared_memory(gl.float32, [OPTIONS.pieces[LAYER][i][1]], WORDS)
-        pieces = pieces + (piece,)
-    return pieces
-
-
-@gluon.jit
-def _store_vectors(buffers, pieces):
-    for i in gl.static_range(len(pieces)):
-        buffers[i].store(pieces[i])
-
-
-@gluon.jit
 def _make_table(ptr, w_ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
     """What a layer's activation needs of its table, in shared memory: c0 and c1, with PReLU slope
     and 1 - slope; with Dice also scale and shift, h = z (c0 + c1 tanh(scale z + shift)). Of the
@@ -138,10 +97,10 @@ def _make_table(ptr, w_ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
     UNITS: gl.constexpr = OPTIONS.hidden[LAYER]
     rows, vectors = (), ()
     for row in gl.static_range(5 if OPTIONS.units == "dice" else 1):
-        rows = rows + (_load_pieces(ptr + row * UNITS, LAYER, OPTIONS),)
+        rows = rows + (load_pieces(ptr + row * UNITS, LAYER, OPTIONS),)
     for _ in gl.static_range(4 if OPTIONS.units == "dice" else 2):
-        vectors = vectors + (_make_vectors(LAYER, OPTIONS),)
-    w = _load_pieces(w_ptr, 1, OPTIONS)
+        vectors = vectors + (make_vectors(LAYER, OPTIONS),)
+    w = load_pieces(w_ptr, 1, OPTIONS)
     for i in gl.static_range(len(rows[0])):
         c0, c1 = rows[0][i], 1.0 - rows[0][i]
         if OPTIONS.units == "dice":
@@ -166,13 +125,6 @@ def _make_tables(tables, w_ptr, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _make_matrix(DTYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Shared memory for an operand of an MMA."""
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], DTYPE)
-    return gl.allocate_shared_memory(DTYPE, [ROWS, COLUMNS], SHARED)
-
-
-@gluon.jit
 def _make_second_piece(ptr, i: gl.constexpr, j: gl.constexpr, OPTIONS: gl.constexpr):
     K: gl.constexpr = OPTIONS.pieces[0][i][1]
     N: gl.constexpr = OPTIONS.pieces[1][j][1]
@@ -181,7 +133,7 @@ def _make_second_piece(ptr, i: gl.constexpr, j: gl.constexpr, OPTIONS: gl.conste
     rows = OPTIONS.pieces[1][j][0] + gl.arange(0, N, layout=gl.SliceLayout(1, L))
     mask = (rows < OPTIONS.hidden[1])[:, None] & (columns < OPTIONS.hidden[0])[None, :]
     ptrs = ptr + rows[:, None] * OPTIONS.hidden[0] + columns[None, :]
-    buffer = _make_matrix(ptr.dtype.element_ty, N, K)
+    buffer = make_matrix(ptr.dtype.element_ty, N, K)
     buffer.store(gl.load(ptrs, mask=mask, other=0.0))
     return buffer
 
@@ -203,57 +155,8 @@ def _make_first(DTYPE: gl.constexpr, WIDTH: gl.constexpr, OPTIONS: gl.constexpr)
     """Shared memory for the pieces of M."""
     found = ()
     for i in gl.static_range(len(OPTIONS.pieces[0])):
-        found = found + (_make_matrix(DTYPE, OPTIONS.pieces[0][i][1], WIDTH),)
+        found = found + (make_matrix(DTYPE, OPTIONS.pieces[0][i][1], WIDTH),)
     return found
-
-
-@gluon.jit
-def _store_first(buffers, q_ptr, of_k_ptr, products_ptr, OPTIONS: gl.constexpr):
-    """Store M of a row of q."""
-    WIDTH: gl.constexpr = buffers.k.shape[2]
-    L: gl.constexpr = vector_layout(WIDTH)
-    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
-    inside = column < OPTIONS.width
-    q = gl.load(q_ptr + column, mask=inside, other=0.0)
-    for i in gl.static_range(len(OPTIONS.pieces[0])):
-        rows = OPTIONS.pieces[0][i][0] + gl.arange(
-            0, OPTIONS.pieces[0][i][1], layout=gl.SliceLayout(1, L)
-        )
-        mask = (rows < OPTIONS.hidden[0])[:, None] & inside[None, :]
-        offsets = rows[:, None] * OPTIONS.width + column[None, :]
-        of_k = gl.load(of_k_ptr + offsets, mask=mask, other=0.0)
-        products = gl.load(products_ptr + offsets, mask=mask, other=0.0)
-        buffers.first[i].store(packed_fma(products, q[None, :], of_k))
-
-
-@gluon.jit
-def _of_columns(vector, z):
-    """A vector in shared memory as a row [1, n] beside z."""
-    return vector.load(gl.SliceLayout(0, z.type.layout))[None, :]
-
-
-@gluon.jit
-def _plus(z, vector):
-    """z plus a vector in shared memory."""
-    return z + _of_columns(vector, z)
-
-
-@gluon.jit
-def _relu16(z):
-    """ReLU of z, rounded to bf16: one instruction for two numbers."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,f,f", [z],
-        dtype=gl.bfloat16, is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _prelu(z, slope):
-    """PReLU of z. The compiler makes three instructions of a selection, here it is two."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.f32 p, $1, 0f00000000; mov.f32 $0, $1; @!p mul.f32 $0, $1, $2; }",
-        "=&f,f,f", [z, slope], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -263,56 +166,28 @@ def _activate(z, buffers, LAYER: gl.constexpr, i: gl.constexpr, ACTIVATION, OPTI
         return ACTIVATION(z, 1.0)[0] * OPTIONS.factors[0]
     else:
         vectors = buffers.tables[LAYER]
-        first = _of_columns(vectors[0][i], z)
+        first = of_columns(vectors[0][i], z)
         if OPTIONS.units == "prelu":
-            return _prelu(z, first)
+            return prelu(z, z, first)
         else:
-            t = _plus(z * _of_columns(vectors[2][i], z), vectors[3][i])
-            return z * (first + _of_columns(vectors[1][i], z) * _fast_tanh(t))
+            t = plus(z * of_columns(vectors[2][i], z), vectors[3][i])
+            return z * (first + of_columns(vectors[1][i], z) * _fast_tanh(t))
 
 
 @gluon.jit
 def _weighted(x, buffers, i: gl.constexpr, ACTIVATION, OPTIONS: gl.constexpr):
     """w h of a piece of the last layer, where x is h1 W2ᵀ. With PReLU it is less by w b2, which is
     the same for all events: z = x + b2 is slope z + (1 - slope) (max(x, -b2) + b2)."""
-    bias = _of_columns(buffers.bias[i], x)
+    bias = of_columns(buffers.bias[i], x)
     if OPTIONS.units == "prelu":
         vectors = buffers.tables[1]
-        c0, c1 = _of_columns(vectors[0][i], x), _of_columns(vectors[1][i], x)
+        c0, c1 = of_columns(vectors[0][i], x), of_columns(vectors[1][i], x)
         return c0 * x + c1 * gl.maximum(x, bias)
     elif OPTIONS.units == "dice":
         return _activate(x + bias, buffers, 1, i, ACTIVATION, OPTIONS)
     else:
         h = _activate(x + bias, buffers, 1, i, ACTIVATION, OPTIONS)
-        return h * _of_columns(buffers.weight[i], x)
-
-
-@gluon.jit
-def _load_events(k_desc, buffers, row, step, wanted):
-    """Start to load the tile of events from a row on, if wanted."""
-    stage = step % STAGES
-    mbarrier.expect(buffers.full.index(stage), k_desc.block_type.nbytes, pred=wanted)
-    load_tile(
-        k_desc, [row.to(gl.int32), 0], buffers.full.index(stage), buffers.k.index(stage),
-        pred=wanted,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _load_missing(k_desc, buffers, seen, step, missing):
-    """Start to load the first tiles of a row, of which only `missing` were not."""
-    for i in gl.static_range(AHEAD):
-        wanted = (i < missing) & (end_of(seen) > BLOCK * i)
-        _load_events(k_desc, buffers, find_tile(seen, BLOCK * i)[0], step + i, wanted)
-
-
-@gluon.jit
-def _wait(mmas, PENDING: gl.constexpr):
-    """The results of all MMAs but the last PENDING, as a tuple."""
-    if len(mmas) == 1:
-        return (warpgroup_mma_wait(PENDING, deps=mmas),)
-    else:
-        return warpgroup_mma_wait(PENDING, deps=mmas)
+        return h * of_columns(buffers.weight[i], x)
 
 
 @gluon.jit
@@ -353,9 +228,9 @@ def _tile(
     h = ()
     for i in gl.static_range(FIRST):
         if OPTIONS.units == "relu":
-            piece = _relu16(_plus(z[i], buffers.a[i]))
+            piece = relu16(plus(z[i], buffers.a[i]))
         else:
-            piece = _activate(_plus(z[i], buffers.a[i]), buffers, 0, i, ACTIVATION, OPTIONS)
+            piece = _activate(plus(z[i], buffers.a[i]), buffers, 0, i, ACTIVATION, OPTIONS)
         h = h + (piece,)
     z2, operands = (), ()
     for j in gl.static_range(SECOND):
@@ -387,7 +262,7 @@ def _tile(
         buffers.k.index(step % STAGES).permute((1, 0)), of_tile.permute((1, 0)), acc, is_async=True
     )
     row, ahead, wanted = find_tile_ahead(seen, next_seen, step, BLOCK)
-    _load_events(k_desc, buffers, row, ahead, wanted)  # its barriers come while MMAs run
+    load_events(k_desc, buffers, row, ahead, wanted)  # its barriers come while MMAs run
     if NEXT:
         done = warpgroup_mma_wait(0, deps=next_z + (acc,))
         return done[:FIRST], Sums(done[FIRST], largest, total)
@@ -411,12 +286,12 @@ def din_fwd_hopper_kernel(
         _make_first(DTYPE, WIDTH, OPTIONS),
         _make_second(weights[1], OPTIONS),
         gl.allocate_shared_memory(DTYPE, [2, COPIES, BLOCK], P),
-        _make_vectors(0, OPTIONS),
-        _make_vectors(1, OPTIONS),
-        _make_vectors(1, OPTIONS),
+        make_vectors(0, OPTIONS),
+        make_vectors(1, OPTIONS),
+        make_vectors(1, OPTIONS),
         _make_tables(tables, weights[2], OPTIONS),
     )
-    bias, weight = _load_pieces(biases[0], 1, OPTIONS), _load_pieces(weights[2], 1, OPTIONS)
+    bias, weight = load_pieces(biases[0], 1, OPTIONS), load_pieces(weights[2], 1, OPTIONS)
     last_bias = gl.load(biases[1]).to(gl.float32)
     for i in gl.static_range(len(bias)):
         buffers.weight[i].store(weight[i])
@@ -429,12 +304,12 @@ def din_fwd_hopper_kernel(
     columns = gl.arange(0, COPIES, layout=gl.SliceLayout(0, L))[None, :]
     units = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))[:, None]
     step, missing = 0, AHEAD
-    next_seen = _find_seen(gl.program_id(0), num_rows, num_segments, users, OPTIONS)
+    next_seen = find_next_seen(gl.program_id(0), num_rows, num_segments, users, OPTIONS)
     for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
         seen = next_seen
-        _load_missing(k_desc, buffers, seen, step, missing)
+        load_missing(k_desc, buffers, seen, step, missing)
         next_row = row + gl.num_programs(0)
-        next_seen = _find_seen(next_row, num_rows, num_segments, users, OPTIONS)
+        next_seen = find_next_seen(next_row, num_rows, num_segments, users, OPTIONS)
         missing = num_missing(seen, BLOCK)
         row = row.to(gl.int64)
         sums = Sums(
@@ -444,12 +319,12 @@ def din_fwd_hopper_kernel(
         )
         if end_of(seen) > 0:
             q_ptr = operands.q + row * (strides[0] * OPTIONS.align)
-            _store_first(buffers, q_ptr, operands.of_k, weights[0], OPTIONS)
+            store_first(buffers.first, q_ptr, operands.of_k, weights[0], OPTIONS)
             a_ptr = operands.a + row * (strides[2] * OPTIONS.align)
-            _store_vectors(buffers.a, _load_pieces(a_ptr, 0, OPTIONS))
+            store_vectors(buffers.a, load_pieces(a_ptr, 0, OPTIONS))
             fence_async_shared()
             thread_barrier()
-            z = _wait(_start_first(buffers, step, find_tile(seen, 0)[1]), 0)
+            z = wait(_start_first(buffers, step, find_tile(seen, 0)[1]), 0)
             while end_of(seen) > BLOCK:
                 z, sums = _tile(
                     z, sums, k_desc, buffers, last_bias, seen, next_seen, step,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..attention.mask import Blocks, is_visible, visible_columns
+from ..attention.mask import is_visible, visible_columns
 from ..common.loads import find_segment
 from ..schedule.cost import MaskParams
 from .accumulators import partial_sums, zeros
@@ -304,15 +304,6 @@ def load_block(operands, strides, keys, index, OPTIONS: tl.constexpr):
         i = tl.arange(0, OPTIONS.block)[:, None]
         row, num_rows = find_tile(keys.seen, index + i)[0] - i, keys.end - index
     return load_events(operands, strides, row, num_rows, OPTIONS)
-
-
-@triton.jit
-def all_masked(blocks):
-    """The Blocks, none of which counts as full: then `masked_block` finds each of them."""
-    return Blocks(
-        blocks.first, blocks.count, blocks.second_first, blocks.second_count,
-        blocks.third_first, blocks.third_count, 0, 0, 0,
-    )  # fmt: skip
 
 
 @triton.jit

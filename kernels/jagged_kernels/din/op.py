@@ -4,8 +4,8 @@
     out = Σ_i p_i v_i  with  p = s, or the softmax of s over the events
 
 a is what the first layer adds for a row of q; its GEMM, and those of its gradients, are the
-caller's. triton_forward.py, hopper_forward.py and triton_backward.py have the kernels, mlp.py,
-walk.py and accumulators.py their device functions, configs.py the launch configurations. Results
+caller's. Kernels: triton_forward.py and triton_backward.py; on Hopper hopper_forward.py,
+hopper_rows.py and hopper_events.py. configs.py has the launch configurations. Results
 are deterministic: each row of a result has one program, and gradients of the MLP are parts of a
 fixed number of programs, summed in a fixed order.
 """
@@ -31,18 +31,13 @@ from ..common.device import (
     row_strides,
 )
 from ..common.ops import operator
-from ..common.pipeline import descriptor
+from ..common.pipeline import TensorDescriptor, descriptor
 from ..common.tail import zero_tails
 from ..schedule.cost import MaskParams
-from .configs import (
-    DINConfig,
-    DINProblem,
-    din_config,
-    forward_runs_on_hopper,
-    hopper_config,
-    pieces,
-)
+from .configs import DINConfig, DINProblem, din_config, hopper_config, pieces, runs_on_hopper
+from .hopper_events import din_bwd_events_hopper_kernel
 from .hopper_forward import din_fwd_hopper_kernel
+from .hopper_rows import din_bwd_rows_hopper_kernel
 from .mlp import Operands, Options, Unit, Users, has_table
 from .results import empty_gradients, joined_moments
 from .triton_backward import din_bwd_dkdv_kernel, din_bwd_dmlp_kernel, din_bwd_dq_kernel
@@ -64,6 +59,11 @@ class _Launch(NamedTuple):
     def tensors(self) -> tuple:
         """The first arguments of each kernel."""
         return self.operands, self.strides, self.weights, self.biases, self.tables
+
+    @property
+    def events(self) -> TensorDescriptor:
+        """Of Hopper's tiles of events."""
+        return descriptor(self.operands.k, 64, max(64, self.constants["OPTIONS"].block_e))
 
     def programs(self, rows: int) -> int:
         """Programs of a kernel whose programs take many rows of q."""
@@ -134,14 +134,24 @@ def _unit_rows(tables: Sequence[Tensor | None], activation: str) -> Sequence[Ten
     return units
 
 
-def _runs_hopper(k: Tensor, options: Options) -> bool:
-    """Whether the forward is Hopper's. k: the events."""
-    aligned = has_descriptor(k[:, None])
-    capability = device_properties(k.device).capability
+def _runs_hopper(launch: _Launch, backward: bool) -> bool:
+    k, options = launch.operands.k, launch.constants["OPTIONS"]
     problem = DINProblem(
-        options.width, options.hidden, k.dtype, options.same, aligned, k.device.type, capability
+        options.width, options.hidden, k.dtype, options.same, has_descriptor(k[:, None]),
+        k.device.type, device_properties(k.device).capability,
+    )  # fmt: skip
+    return runs_on_hopper(problem, backward)
+
+
+def _on_hopper(launch: _Launch, kernel: str) -> _Launch:
+    """A launch of one of Hopper's kernels, as `hopper_config` names them."""
+    options = launch.constants["OPTIONS"]
+    config = hopper_config(kernel, options.width, options.hidden)
+    by_size = options.pieces[0], pieces(options.hidden[1], 8 if kernel == "fwd" else 16)
+    constants = launch.constants | dict(
+        OPTIONS=options._replace(pieces=by_size), maxnreg=config.max_registers
     )
-    return forward_runs_on_hopper(problem)
+    return launch._replace(constants=constants, config=config)
 
 
 def _fake(operands, *_):
@@ -183,18 +193,11 @@ def triton_din(
     users = Users(*segments)
     if rows == 0 or num_users == 0:
         return out.zero_(), lse.zero_()
-    k, options = launch.operands.k, launch.constants["OPTIONS"]
-    if _runs_hopper(k, options):
-        config = hopper_config(options.width, options.hidden)
-        by_size = options.pieces[0], pieces(options.hidden[1], 8)
-        constants = launch.constants | dict(
-            OPTIONS=options._replace(pieces=by_size), maxnreg=config.max_registers
-        )
-        launch = launch._replace(config=config)
+    if _runs_hopper(launch, backward=False):
+        launch = _on_hopper(launch, "fwd")
         din_fwd_hopper_kernel[(launch.programs(rows),)](
-            descriptor(k, 64, max(64, options.block_e)), *launch.tensors, (out, lse),
-            users, rows, num_users, **constants,
-        )  # fmt: skip
+            launch.events, *launch.tensors, (out, lse), users, rows, num_users, **launch.constants
+        )
         return out, lse
     launch = launch._replace(tables=tuple(_unit_rows(launch.tables, activation)))
     din_fwd_kernel[(launch.programs(rows),)](
@@ -271,30 +274,44 @@ def triton_din_backward(
     users = Users(*segments)
     tensors = operands, weights, biases, _unit_rows(tables, activation), activation, softmax
     last, count, do = len(biases) - 1, len(operands), do.contiguous()
-    launch = _prepare("dmlp", *tensors, layer, mask)
-    programs, hidden = launch.programs(rows), [x.shape[0] for x in weights[:-1]]
+    launch, hidden = _prepare("dmlp", *tensors, layer, mask), [x.shape[0] for x in weights[:-1]]
+    hopper = layer < 0 and _runs_hopper(launch, backward=True)
+    if hopper:
+        launch = _on_hopper(launch, "mlp")
+    programs = launch.programs(rows)
     sizes = [x.numel() for x in (*weights[1:], *biases)]
     parts = do.new_empty((programs, sum(sizes)), dtype=torch.float32)
     sums = [do.new_zeros((programs, 3, size), dtype=torch.float32) for size in hidden]
-    if layer in (-1, last):
-        din_bwd_dmlp_kernel[(programs,)](
-            *launch.tensors, (do, lse, delta, parts, sums[last]), users, rows, num_users,
-            **launch.constants,
-        )  # fmt: skip
     dq, dk, da, _, dv = (*results[:count], results[0])[:5] if layer < 0 else [do] * 5
     first = do.new_zeros((programs, 2, *weights[0].shape[::-1]), dtype=torch.float32)
-    if layer < last:
-        launch = _prepare("dq", *tensors, layer, mask)
-        din_bwd_dq_kernel[(programs,)](
-            *launch.tensors, (do, lse, delta, dq, da, first, sums[0]), users, rows, num_users,
+    of_mlp, of_rows = (do, lse, delta, parts, sums[last]), (do, lse, delta, dq, da, first, sums[0])
+    numbers = users, rows, num_users
+    tiles = cdiv(dk.shape[0], 64) + num_users
+    if hopper:
+        for found in (of_mlp, of_rows):
+            din_bwd_rows_hopper_kernel[(programs,)](
+                launch.events, *launch.tensors, found, *numbers, MLP=found is of_mlp,
+                **launch.constants,
+            )  # fmt: skip
+        launch = _on_hopper(launch, "events")
+        din_bwd_events_hopper_kernel[(tiles,)](
+            launch.events, *launch.tensors, (do, lse, delta, dk), users, num_users,
             **launch.constants,
         )  # fmt: skip
+    else:
+        if layer in (-1, last):
+            din_bwd_dmlp_kernel[(programs,)](*launch.tensors, of_mlp, *numbers, **launch.constants)
+        if layer < last:
+            launch = _prepare("dq", *tensors, layer, mask)
+            din_bwd_dq_kernel[(programs,)](*launch.tensors, of_rows, *numbers, **launch.constants)
+        if layer < 0:
+            launch = _prepare("dkdv", *tensors, mask=mask)
+            tiles = cdiv(dk.shape[0], launch.config.block) + num_users
+            din_bwd_dkdv_kernel[(tiles,)](
+                *launch.tensors, (do, lse, delta, dk, dv), users, num_users, **launch.constants
+            )
     if layer >= 0:
         return [sums[layer].sum(0)]
-    launch = _prepare("dkdv", *tensors, mask=mask)
-    din_bwd_dkdv_kernel[(cdiv(dk.shape[0], launch.config.block) + num_users,)](
-        *launch.tensors, (do, lse, delta, dk, dv), users, num_users, **launch.constants
-    )
     zero_tails((dq, segments[0]), (da, segments[0]))
     zero_tails(*((x, segments[1]) for x in (dk, dv)[: count - 3]))
     d_products, d_of_k = first.sum(0).mT

@@ -11,13 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..attention.mask import (
-    Blocks,
-    first_target_column,
-    masked_block,
-    num_masked_blocks,
-    row_blocks,
-)
+from ..attention.mask import masked_block
 from ..common.loads import find_tile, load_segment, log2
 from ..common.ptxas import safe_ptxas
 from .accumulators import (
@@ -37,7 +31,6 @@ from .mlp import (
     Mlp,
     activation_gradient,
     add_event_gradient,
-    all_masked,
     has_table,
     last_gradient,
     load_block,
@@ -55,6 +48,7 @@ from .mlp import (
     second_gradient,
     sees,
 )
+from .queries import load_queries
 
 
 class Query(NamedTuple):
@@ -315,27 +309,6 @@ def _weighted_sums(h, ds):
 # -- gradients of events ---------------------------------------------------------------------------
 
 
-class Queries(NamedTuple):
-    """The rows of q that may see events of a block: how many, first_target of the mask, and these
-    rows, as Blocks of one row."""
-
-    count: tl.tensor
-    first_target: tl.tensor
-    rows: Blocks
-
-
-@triton.jit
-def _load_queries(user, users, start, q_len, kv_len, OPTIONS: tl.constexpr):
-    """The Queries of a user's block of events from `start` on."""
-    MASK: tl.constexpr = OPTIONS.mask
-    if MASK is None:
-        return Queries(q_len, 0, ())
-    else:
-        first_target = first_target_column(users.num_targets, user, kv_len, MASK)
-        rows = all_masked(row_blocks(start, q_len, kv_len, first_target, MASK, 1, OPTIONS.block))
-        return Queries(num_masked_blocks(rows), first_target, rows)
-
-
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments"])
 def din_bwd_dkdv_kernel(
@@ -358,7 +331,7 @@ def din_bwd_dkdv_kernel(
     q_start, q_len = load_segment(users.q_offsets, user)
     mlp = load_mlp(weights, biases, tables, OPTIONS)
     events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
-    queries = _load_queries(user, users, start, q_len, kv_len, OPTIONS)
+    queries = load_queries(user, users, start, q_len, kv_len, OPTIONS)
     dk = zeros(OPTIONS.block, OPTIONS.block_e)
     dv = zeros(OPTIONS.block, OPTIONS.block_v)
     for i in range(0, queries.count):

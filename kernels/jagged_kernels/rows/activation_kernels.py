@@ -13,20 +13,24 @@ from ..common.ptxas import safe_ptxas
 
 class ActivationOptions(NamedTuple):
     """Constants of the kernels. width: columns of the result. gated: x has twice as many. align:
-    elements that strides count. rows, block: of a tile."""
+    elements that strides count. rows, block: of a tile. again: the backward also computes the
+    forward's result. scaled: there is a factor of dropout."""
 
     width: int
     gated: bool
     align: int
     rows: int
     block: int
+    again: bool = False
+    scaled: bool = False
 
 
 class ActivationBackward(NamedTuple):
-    """Operands and results of `activation_bwd_kernel`. end may be None."""
+    """Operands and results of `activation_bwd_kernel`. kept and end may be None."""
 
     dy: tl.tensor
     x: tl.tensor
+    kept: tl.tensor
     end: tl.tensor
     dx: tl.tensor
     sums: tl.tensor
@@ -65,11 +69,14 @@ def activation_fwd_kernel(
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_rows", "num_segments"])
 def activation_bwd_kernel(
-    tensors, num_rows, num_segments, strides, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
-):
-    """dx, and this program's sums of its columns, `[programs, columns of x]`. Rows from the last of
-    the offsets at `end` on are 0. tensors: ActivationBackward. strides: of dy, x and dx, in units
-    of `align` elements. Grid: programs, blocks of columns."""
+    tensors, num_rows, num_segments, scale, strides,
+    ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """dx, which may replace x, and this program's sums of its columns, `[programs, columns of x]`.
+    Rows from the last of the offsets at `end` on are 0. With `again`, y replaces dy. With `scaled`,
+    dy is multiplied by the scale, or by 0 where kept is 0, and y too. tensors: ActivationBackward;
+    kept is contiguous. strides: of dy, x and dx, in units of `align` elements. Grid: programs,
+    blocks of columns."""
     WIDTH: tl.constexpr = OPTIONS.width
     ALIGN: tl.constexpr = OPTIONS.align
     ROWS: tl.constexpr = OPTIONS.rows
@@ -84,12 +91,25 @@ def activation_bwd_kernel(
         if tensors.end is not None:
             read &= (rows < tl.load(tensors.end + num_segments))[:, None]
         dx = _load(tensors.dy, strides[0] * ALIGN, rows, columns, read)
+        if OPTIONS.scaled:
+            factor = scale
+            if tensors.kept is not None:
+                factor *= _load(tensors.kept, WIDTH, rows, columns, read)
+            dx *= factor
         act, dact = ACTIVATION(_load(tensors.x, strides[1] * ALIGN, rows, columns, read), 1.0)
+        if OPTIONS.gated:
+            gate = _load(tensors.x, strides[1] * ALIGN, rows, columns + WIDTH, read)
+        if OPTIONS.again:
+            tl.debug_barrier()  # all threads have read the elements of dy and x that are replaced
+            y = act * gate if OPTIONS.gated else act
+            if OPTIONS.scaled:
+                y *= factor
+            _store(tensors.dy, strides[0] * ALIGN, rows, columns, written, y)
         if OPTIONS.gated:
             dgate = dx * act
             _store(tensors.dx, strides[2] * ALIGN, rows, columns + WIDTH, written, dgate)
             of_gate += dgate
-            dx *= _load(tensors.x, strides[1] * ALIGN, rows, columns + WIDTH, read)
+            dx *= gate
         dx *= dact
         _store(tensors.dx, strides[2] * ALIGN, rows, columns, written, dx)
         of_value += dx

@@ -13,9 +13,10 @@ MAX_WIDTH = 4096  # columns of a group: a row of it is held in registers
 BIAS_COLUMNS = 32
 # Elements of a tile for each thread in the gate's backward, which holds seven tiles in registers.
 GATE_BACKWARD = 8
-# Warps that a multiprocessor holds of the gate's backward where dropout and what the forward gave
-# are computed again, in up to 170 registers a thread. More would wait for these.
-DROPOUT_WARPS = 12
+# Warps that a multiprocessor holds of kernels with up to 170 registers a thread; more would wait
+# for these. The gate's backward where dropout and what the forward gave are computed again, a
+# norm's that adds up three tensors, and a gated activation's that is computed again with dropout.
+FEW_WARPS = 12
 
 # Elements of a gradient from which it is cast by halves: the copy takes half the memory.
 HALVED = 2**22

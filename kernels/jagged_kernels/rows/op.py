@@ -4,6 +4,7 @@ launches and autograd.
     norm      x̂ = (x - mean) · rstd,  y = x̂ · w + b            rstd = 1 / sqrt(variance + eps)
     backward  g = dy · w,  dx = rstd (g - mean(g) - x̂ mean(g x̂)),  dw = Σ dy x̂,  db = Σ dy
     rms       x̂ = x · rstd, rstd = 1 / sqrt(mean(x²) + eps), and no mean(g)
+    residual  the norm of x = x₁ + x₂, of a dy = dy₁ + dy₂; x, y and dx are written for all readers
     gate      s = silu(u),  y = s · norm(a),  out = dropout([s | a | y])
     backward  ds = d₁ + d₃ norm(a),  du = ds silu'(u),  d norm(a) = d₃ s,  da = d₂ + its backward
 
@@ -22,6 +23,7 @@ may change between replays of a CUDA graph. p is rounded to a multiple of 2^-21.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +33,13 @@ from ..common.autograd import below_autograd, differentiate, refuse_derivative, 
 from ..common.device import cdiv, contiguous_last_dim, device_properties, row_strides, zeroed_behind
 from ..common.ops import operator
 from ..common.tail import kept_rows
-from .configs import DROPOUT_WARPS, GATE_BACKWARD, HALVED, RowsConfig, rows_config
+from .configs import FEW_WARPS, GATE_BACKWARD, HALVED, RowsConfig, rows_config
 from .triton_kernels import (
     RANDOM_NUMBERS,
     Gate,
     GateGradients,
     NormBackward,
+    NormForward,
     Options,
     gate_bwd_kernel,
     gate_fwd_kernel,
@@ -92,17 +95,22 @@ def triton_row_norm(
     options = eps, groups, rms, columns, end, after, rows
     y, mean, rstd = _row_norm_fake(x, weight, bias, dtype, *options)
     zeroed_behind(y, x.shape[0])
-    if x.numel():
-        launch = _Launch.of(x.shape[1], (eps, groups, rms), x)
-        row_norm_fwd_kernel[(cdiv(x.shape[0], launch.config.rows), groups)](
-            x, weight, _contiguous(bias), end, y, None if rms else mean, rstd, x.shape[0],
-            _num_segments(end), *launch.strides, EXTRA=columns, **launch.constants(),
-        )  # fmt: skip
+    tensors = NormForward(
+        x, None, weight, _contiguous(bias), end, None, y, None, None if rms else mean, rstd
+    )
+    _write_norm(tensors, (eps, groups, rms), columns)
     return y, mean, rstd
 
 
-def _num_segments(end: Tensor | None) -> int:
-    return 0 if end is None else end.shape[0] - 1
+def _write_norm(tensors: NormForward, norm: tuple[float, int, bool], columns: int = 0) -> None:
+    """Launch the kernel. norm: eps, groups and rms. columns: as of `triton_row_norm`."""
+    x, end = tensors.x, tensors.end
+    if x.numel():
+        launch = _Launch.of(x.shape[1], norm, x)
+        row_norm_fwd_kernel[(cdiv(x.shape[0], launch.config.rows), norm[1])](
+            tensors, x.shape[0], 0 if end is None else end.shape[0] - 1, *launch.strides,
+            EXTRA=columns, **launch.constants(),
+        )  # fmt: skip
 
 
 def _row_norm_backward_fake(dy, x, mean, rstd, weight, residual, eps, rms=False, end=None):
@@ -133,8 +141,8 @@ def triton_row_norm_backward(
         dx `[L, W]` in x's dtype, and `[2, W]` fp32, the gradients of weight and bias.
     """
     dx = x.new_empty(x.shape)
-    sums = _write_norm_gradients(dx, dy, x, (mean, rstd), weight, residual, eps, rms, end)
-    return dx, sums
+    tensors = dy, None, x, mean, rstd, weight, residual, None, end, dx, None
+    return dx, _write_norm_gradients(tensors, eps, rms)
 
 
 def _packed_fake(grads, column, x, mean, rstd, weight, eps, rms=False):
@@ -168,38 +176,132 @@ def triton_row_norm_packed_backward(
         `[2, W]` fp32, the gradients of weight and bias.
     """
     dy = grads[:, column : column + x.shape[1]]
-    return _write_norm_gradients(dy, dy, x, (mean, rstd), weight, None, eps, rms, None)
+    tensors = dy, None, x, mean, rstd, weight, None, None, None, dy, None
+    return _write_norm_gradients(tensors, eps, rms)
+
+
+def _residual_norm_fake(
+    x, added, weight, bias, dtype, copy, eps, groups=1, rms=False, end=None, has_sum=True
+):
+    wide = x.dtype if added is None else torch.promote_types(x.dtype, added.dtype)
+    has_sum = added is not None and (has_sum or wide != torch.float32)
+    total = x.new_empty(x.shape if has_sum else 0, dtype=wide)
+    other = x.new_empty(0 if copy is None else x.shape, dtype=copy)
+    return total, x.new_empty(x.shape, dtype=dtype), other, *_statistics_fake(x, groups, rms)
+
+
+@operator("row_norm_residual", _residual_norm_fake)
+def triton_residual_norm(
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    copy: torch.dtype | None,
+    eps: float,
+    groups: int = 1,
+    rms: bool = False,
+    end: Tensor | None = None,
+    has_sum: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x + added, in the wider of their dtypes, and `triton_row_norm` of it.
+
+    Args:
+        added: `[L, W]`, fp32, fp16 or bf16; None: nothing is added. The others are those of
+            `triton_row_norm`.
+        copy: a second dtype of the norm, or None.
+        has_sum: False: the sum is not written, unless the norm is of its rounding to 16 bits.
+
+    Returns:
+        The sum `[L, W]`, or `[0]` if it is not written or nothing is added; y `[L, W]`; y in the
+        second dtype, or `[0]`; mean and rstd.
+    """
+    x, added, weight = contiguous_last_dim(x), _contiguous(added), weight.contiguous()
+    norm = eps, groups, rms
+    results = _residual_norm_fake(x, added, weight, bias, dtype, copy, *norm, end, has_sum)
+    total, y, other, mean, rstd = results
+    tensors = NormForward(
+        x, added, weight, _contiguous(bias), end, total if total.dim() == 2 else None, y,
+        None if copy is None else other, None if rms else mean, rstd,
+    )  # fmt: skip
+    _write_norm(tensors, norm)
+    return results
+
+
+def _residual_norm_backward_fake(
+    dy, added, x, mean, rstd, weight, residual, copy, eps, rms=False, end=None, kept=None,
+    scale=1.0,
+):  # fmt: skip
+    other = x.new_empty(0 if copy is None else x.shape, dtype=copy)
+    return x.new_empty(x.shape), other, x.new_empty((3, x.shape[1]), dtype=torch.float32)
+
+
+@operator("row_norm_residual_backward", _residual_norm_backward_fake)
+def triton_residual_norm_backward(
+    dy: Tensor,
+    added: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    copy: torch.dtype | None,
+    eps: float,
+    rms: bool = False,
+    end: Tensor | None = None,
+    kept: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `triton_residual_norm`: dx is that of both of its terms.
+
+    Args:
+        dy, added: `[L, W]`, whose sum is the gradient of y; added may be None.
+        x: the forward's sum. residual: `[L, W]`, added to its gradient, or None.
+        copy: a second dtype of dx, or None.
+        kept, scale: of dropout, bools `[L, W]` and the factor of what is kept: the second dx is
+            its gradient.
+        mean, rstd, weight, eps, rms, end: as in `triton_row_norm_backward`.
+
+    Returns:
+        dx `[L, W]` in x's dtype; the second one, or `[0]`; and fp32 `[3, W]`, the gradients of
+        weight and bias and the sum of the rows of the second dx.
+    """
+    results = _residual_norm_backward_fake(
+        dy, added, x, mean, rstd, weight, residual, copy, eps, rms
+    )
+    dx, other, sums = results
+    added, copied = _contiguous(added), None if copy is None else other
+    kept = None if kept is None else kept.contiguous().view(torch.uint8)
+    tensors = dy, added, x, mean, rstd, weight, residual, kept, end, dx, copied
+    return dx, other, _write_norm_gradients(tensors, eps, rms, len(sums), scale)
 
 
 def _write_norm_gradients(
-    dx: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    statistics: tuple[Tensor, Tensor],
-    weight: Tensor,
-    residual: Tensor | None,
-    eps: float,
-    rms: bool,
-    end: Tensor | None,
+    tensors: Sequence[Any], eps: float, rms: bool, count: int = 2, scale: float = 1.0
 ) -> Tensor:
-    """Write dx, which may be dy. Returns the gradients of weight and bias."""
-    (rows, width), (mean, rstd) = x.shape, statistics
+    """Write dx, which may be dy, and its copy. tensors: those of NormBackward but for the sums.
+    Returns `count` sums: the gradients of weight and bias, and the sum of the copy."""
+    dy, added, x, mean, rstd, weight, residual, kept, end, dx, copy = tensors
+    rows, width = x.shape
     if dx.numel() == 0:
-        return x.new_zeros((2, width), dtype=torch.float32)
+        return x.new_zeros((count, width), dtype=torch.float32)
     dy, x = contiguous_last_dim(dy), contiguous_last_dim(x)
     residual = None if residual is None else contiguous_last_dim(residual)
     strided = [tensor for tensor in (dy, x, dx, residual) if tensor is not None]
     groups = rstd.shape[1]
     launch = _Launch.of(width, (eps, groups, rms), *strided)
+    if count > 2:
+        launch = launch.with_warps(FEW_WARPS)
     programs = launch.programs(rows, groups, x.device)
-    sums = _partial_sums(x, programs, rms)
-    tensors = NormBackward(
-        dy, x, None if rms else mean, rstd, weight.contiguous(), residual, end, dx,
-        sums[0], None if rms else sums[1],
+    sums = _partial_sums(x, programs, rms, count)
+    of_kernel = NormBackward(
+        dy, added, x, None if rms else mean, rstd, weight.contiguous(), residual, kept, end, dx,
+        copy, sums[0], None if rms else sums[1], sums[2] if count > 2 else None,
     )  # fmt: skip
     row_norm_bwd_kernel[(programs, groups)](
-        tensors, rows, _num_segments(end), launch.strides, **launch.constants()
-    )
+        of_kernel, rows, 0 if end is None else end.shape[0] - 1, scale, launch.strides,
+        **launch.constants(),
+    )  # fmt: skip
     return sums.sum(1)
 
 
@@ -305,8 +407,7 @@ def triton_gate_linear_backward(
     launch = _Launch.of(width, (eps, groups, rms), u, a, dgated, du, da, elements=GATE_BACKWARD)
     recomputes = needs_projection and gated is None
     if recomputes and seed is not None:
-        config = dataclasses.replace(launch.config, warps_per_sm=DROPOUT_WARPS)
-        launch = launch._replace(config=config)
+        launch = launch.with_warps(FEW_WARPS)
     is_halved = dout.dtype != a.dtype and end is None and dout.numel() >= HALVED
     tiles = cdiv(rows, launch.config.rows)
     tiles = cdiv(tiles, 2) if is_halved else tiles
@@ -349,10 +450,11 @@ def _fp32_product(x: Tensor, y: Tensor) -> Tensor:
     return torch.mm(x, y, out_dtype=torch.float32)
 
 
-def _partial_sums(x: Tensor, programs: int, rms: bool) -> Tensor:
-    """Of the gradients of weight and bias, of which kernels write all. rms: there is no bias."""
+def _partial_sums(x: Tensor, programs: int, rms: bool, count: int = 2) -> Tensor:
+    """Of the gradients of weight and bias and of others, of which kernels write all. rms: there is
+    no bias."""
     new = x.new_zeros if rms else x.new_empty
-    return new((2, programs, x.shape[1]), dtype=torch.float32)
+    return new((count, programs, x.shape[1]), dtype=torch.float32)
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -375,6 +477,10 @@ class _Launch(NamedTuple):
         config, (align, strides) = rows_config(width // groups, elements), row_strides(*strided)
         options = Options(width // groups, rms, eps, align, config.rows, config.block)
         return cls(options, config, tuple(strides))
+
+    def with_warps(self, warps: int) -> _Launch:
+        """The same for so many warps of a multiprocessor."""
+        return self._replace(config=dataclasses.replace(self.config, warps_per_sm=warps))
 
     def constants(self) -> dict[str, Any]:
         return dict(OPTIONS=self.options, num_warps=self.config.num_warps)
@@ -419,5 +525,9 @@ differentiate(triton_row_norm, _RowNorm.apply)
 refuse_derivative(
     triton_gate, "the gate's operator has no derivative of its own: its caller has one"
 )
+refuse_derivative(
+    triton_residual_norm, "the norm of a sum has no derivative of its own: its caller has one"
+)
 refuse_twice("row_norm", triton_row_norm_backward, triton_row_norm_packed_backward)
+refuse_twice("row_norm_residual", triton_residual_norm_backward)
 refuse_twice("gate", triton_gate_linear_backward)

@@ -28,19 +28,40 @@ class Options(NamedTuple):
     block: int
 
 
+class NormForward(NamedTuple):
+    """Operands and results of `row_norm_fwd_kernel`. added, bias, end, total, copy and mean may be
+    None."""
+
+    x: tl.tensor
+    added: tl.tensor
+    weight: tl.tensor
+    bias: tl.tensor
+    end: tl.tensor
+    total: tl.tensor
+    y: tl.tensor
+    copy: tl.tensor
+    mean: tl.tensor
+    rstd: tl.tensor
+
+
 class NormBackward(NamedTuple):
-    """Operands and results of `row_norm_bwd_kernel`. residual, end and dbias may be None."""
+    """Operands and results of `row_norm_bwd_kernel`. added, residual, kept, end, copy, dbias and
+    total may be None."""
 
     dy: tl.tensor
+    added: tl.tensor
     x: tl.tensor
     mean: tl.tensor
     rstd: tl.tensor
     weight: tl.tensor
     residual: tl.tensor
+    kept: tl.tensor
     end: tl.tensor
     dx: tl.tensor
+    copy: tl.tensor
     dweight: tl.tensor
     dbias: tl.tensor
+    total: tl.tensor
 
 
 class Gate(NamedTuple):
@@ -175,53 +196,65 @@ def _store_sums(ptr, x, first, DIM: tl.constexpr):
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_rows", "num_segments", "stride_x"])
 def row_norm_fwd_kernel(
-    x_ptr, weight_ptr, bias_ptr, end_ptr, y_ptr, mean_ptr, rstd_ptr, num_rows, num_segments,
-    stride_x, EXTRA: tl.constexpr, OPTIONS: tl.constexpr,
-):  # fmt: skip
-    """y = norm(x) · weight + bias, and the statistics of each row and group; y = 0 in rows behind
-    the end. The stride is in units of `align` elements (see `aligned_strides`); y is contiguous,
-    with EXTRA columns behind its own.
-    Grid: tiles, groups."""
+    tensors, num_rows, num_segments, stride_x, EXTRA: tl.constexpr, OPTIONS: tl.constexpr
+):
+    """y = norm(x) · weight + bias, y again in copy's dtype, and the statistics of each row and
+    group; y = 0 in rows behind the end. With added, x + added takes the place of x; with total, it
+    is written there, and rounded to its dtype. tensors: NormForward. The stride is in units of
+    `align` elements (see `aligned_strides`); all but x are contiguous, y with EXTRA columns behind
+    its own. Grid: tiles, groups."""
     DIM: tl.constexpr = OPTIONS.dim
     ALIGN: tl.constexpr = OPTIONS.align
     tile = _tile(tl.program_id(0), num_rows, OPTIONS)
-    read = _before_end(tile, end_ptr, num_segments)
-    first = tl.program_id(1) * DIM
-    x = _load(x_ptr, stride_x * ALIGN, read, first)
+    read = _before_end(tile, tensors.end, num_segments)
+    first, width = tl.program_id(1) * DIM, tl.num_programs(1) * DIM
+    x = _load(tensors.x, stride_x * ALIGN, read, first)
+    if tensors.added is not None:
+        x += _load(tensors.added, width, read, first)
+        if tensors.total is not None:
+            x = x.to(tensors.total.dtype.element_ty).to(tl.float32)
+            _store(tensors.total, width, tile, first, x)
     mean, rstd = _statistics(x, read, OPTIONS)
     y = (x - mean[:, None]) * rstd[:, None]
-    y *= _of_columns(weight_ptr, tile, first, DIM)[None, :]
-    if bias_ptr is not None:
-        y += _of_columns(bias_ptr, tile, first, DIM)[None, :]
-    if end_ptr is not None:
+    y *= _of_columns(tensors.weight, tile, first, DIM)[None, :]
+    if tensors.bias is not None:
+        y += _of_columns(tensors.bias, tile, first, DIM)[None, :]
+    if tensors.end is not None:
         y = tl.where(read.mask, y, 0.0)
-    width = tl.num_programs(1) * DIM
-    _store(y_ptr, width + EXTRA, tile, first, y)
+    _store(tensors.y, width + EXTRA, tile, first, y)
+    if tensors.copy is not None:
+        _store(tensors.copy, width, tile, first, y)
     if EXTRA > 0:
         behind = tl.arange(0, EXTRA)[None, :]
-        one = (behind == 0).to(y_ptr.dtype.element_ty)
-        ptrs = y_ptr + tile.rows[:, None] * (width + EXTRA) + width + behind
+        one = (behind == 0).to(tensors.y.dtype.element_ty)
+        ptrs = tensors.y + tile.rows[:, None] * (width + EXTRA) + width + behind
         tl.store(ptrs, one, mask=tile.exist[:, None])
-    _store_statistics(mean_ptr, rstd_ptr, mean, rstd, tile)
+    _store_statistics(tensors.mean, tensors.rstd, mean, rstd, tile)
 
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_rows", "num_segments"])
-def row_norm_bwd_kernel(tensors, num_rows, num_segments, strides, OPTIONS: tl.constexpr):
-    """dx, plus the residual's gradient, and partial sums of the gradients of weight and bias. Rows
-    behind the end are 0. tensors: NormBackward; dx may be dy. strides: of dy, x, dx and the
-    residual, in units of `align` elements. Grid: programs, groups."""
+def row_norm_bwd_kernel(tensors, num_rows, num_segments, scale, strides, OPTIONS: tl.constexpr):
+    """dx, plus the residual's gradient, dx again in copy's dtype, and partial sums of the gradients
+    of weight and bias, and of the copy in total. With added, dy + added takes the place of dy. With
+    kept, the copy is dx · kept · scale. Rows behind the end are 0. tensors: NormBackward; dx may be
+    dy; added, kept and copy are contiguous. strides: of dy, x, dx and the residual, in units of
+    `align` elements. Grid: programs, groups."""
     DIM: tl.constexpr = OPTIONS.dim
     ALIGN: tl.constexpr = OPTIONS.align
     ROWS: tl.constexpr = OPTIONS.rows
     BLOCK: tl.constexpr = OPTIONS.block
     first, num_tiles = tl.program_id(1) * DIM, tl.cdiv(num_rows, ROWS)
+    width = tl.num_programs(1) * DIM
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
     for index in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         tile = _tile(index, num_rows, OPTIONS)
         read = _before_end(tile, tensors.end, num_segments)
         dy = _load(tensors.dy, strides[0] * ALIGN, read, first)
+        if tensors.added is not None:
+            dy += _load(tensors.added, width, read, first)
         x = _load(tensors.x, strides[1] * ALIGN, read, first)
         xhat, rstd = _normed(x, tensors.mean, tensors.rstd, read)
         weight = _of_columns(tensors.weight, tile, first, DIM)
@@ -230,11 +263,19 @@ def row_norm_bwd_kernel(tensors, num_rows, num_segments, strides, OPTIONS: tl.co
             dx += _load(tensors.residual, strides[3] * ALIGN, read, first)
         tl.debug_barrier()  # all threads have read the elements of dy that dx may replace
         _store(tensors.dx, strides[2] * ALIGN, tile, first, dx)
+        if tensors.kept is not None:
+            dx *= _load(tensors.kept, width, read, first) * scale
+        if tensors.copy is not None:
+            _store(tensors.copy, width, tile, first, dx)
         dweight += dy * xhat
         dbias += dy
+        if tensors.total is not None:
+            total += dx
     _store_sums(tensors.dweight, dweight, first, DIM)
     if tensors.dbias is not None:
         _store_sums(tensors.dbias, dbias, first, DIM)
+    if tensors.total is not None:
+        _store_sums(tensors.total, total, first, DIM)
 
 
 @triton.jit

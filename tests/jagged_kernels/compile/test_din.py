@@ -8,7 +8,13 @@ pytest.importorskip("triton")
 
 from jagged_kernels.common.activations import activation_function
 from jagged_kernels.common.configs import padded_dim
-from jagged_kernels.din import hopper_forward, triton_backward, triton_forward
+from jagged_kernels.din import (
+    hopper_events,
+    hopper_forward,
+    hopper_rows,
+    triton_backward,
+    triton_forward,
+)
 from jagged_kernels.din.configs import din_config, hopper_config, pieces
 from jagged_kernels.din.mlp import Operands, Options, Users, has_table
 
@@ -22,7 +28,11 @@ KERNELS = dict(
     dmlp=triton_backward.din_bwd_dmlp_kernel,
     dq=triton_backward.din_bwd_dq_kernel,
     dkdv=triton_backward.din_bwd_dkdv_kernel,
+    rows=hopper_rows.din_bwd_rows_hopper_kernel,
+    mlp=hopper_rows.din_bwd_rows_hopper_kernel,
+    events=hopper_events.din_bwd_events_hopper_kernel,
 )
+HOPPER = dict(hopper="fwd", rows="mlp", mlp="mlp", events="events")  # names of configurations
 FP32 = ("lse", "delta", "parts", "sums")
 RESULTS = dict(
     fwd=("out", "lse"),
@@ -30,13 +40,16 @@ RESULTS = dict(
     dmlp=("do", "lse", "delta", "parts", "sums"),
     dq=("do", "lse", "delta", "dq", "da", "parts", "sums"),
     dkdv=("do", "lse", "delta", "dk", "dv"),
+    rows=("do", "lse", "delta", "dq", "da", "parts", "sums"),
+    mlp=("do", "lse", "delta", "parts", "sums"),
+    events=("do", "lse", "delta", "dk"),
 )
 # Bytes of a thread's registers in memory. Those of dmlp and dq are read between rows of q, but with
 # Dice some of them in each round. Its kernels of fewer bytes and more instructions were slower.
 SPILLED = dict(fwd=0, moments=0, dmlp=160, dq=64, dkdv=160)
 SPILLED_BY_DICE = dict(fwd=0, moments=0, dmlp=576, dq=496, dkdv=200)
 SPILLED_UNDER_A_MASK = dict(fwd=0, moments=0, dmlp=592, dq=512, dkdv=208)  # by Dice
-by_name = pytest.mark.parametrize("name", [x for x in KERNELS if x != "hopper"])
+by_name = pytest.mark.parametrize("name", [x for x in KERNELS if x not in HOPPER])
 
 
 def compile_din(
@@ -45,8 +58,9 @@ def compile_din(
 ):  # fmt: skip
     """A compiled kernel, as op.py launches it. v is k."""
     by_size = tuple(map(pieces, hidden))
-    if name == "hopper":
-        config, by_size = hopper_config(width, hidden), (by_size[0], pieces(hidden[1], 8))
+    if name in HOPPER:
+        config = hopper_config(HOPPER[name], width, hidden)
+        by_size = by_size[0], pieces(hidden[1], 8 if name == "hopper" else 16)
     else:
         itemsize, of_device = 4 if dtype == "fp32" else 2, (capability // 10, capability % 10)
         config = din_config(name, itemsize, width, hidden, activation, softmax, of_device)
@@ -82,10 +96,13 @@ def compile_din(
             return "*fp32" if arg.removesuffix("_ptr") in FP32 else element
         return None
 
+    constants = dict(ACTIVATION=function, OPTIONS=options)
+    if name in ("rows", "mlp"):
+        constants["MLP"] = name == "mlp"
     pointers = [x for x in KERNELS[name].arg_names if x.endswith("_ptr")]
     aligned = [*pointers, *(x for x in tuples if x != "strides" and tuples[x])]
     return compile_for(
-        capability, KERNELS[name], dict(ACTIVATION=function, OPTIONS=options), type_of, aligned,
+        capability, KERNELS[name], constants, type_of, aligned,
         num_warps=config.num_warps, num_stages=config.num_stages,
         maxnreg=config.max_registers,
     )  # fmt: skip
@@ -194,4 +211,35 @@ def test_hopper_sizes_compile(sizes):
     hidden, width = sizes
     compiled = compile_din(90, "hopper", "bf16", "dice", hidden=hidden, width=width)
     assert spilled_bytes(compiled.asm["cubin"]) <= 24
+    assert 2 * (compiled.metadata.shared + 1024) <= 228 * 1024
+
+
+# Bytes of registers in memory, which the loops over tiles read seldom, but with tables.
+SPILLED_ON_HOPPER = dict(rows=(256, 1024), mlp=(64, 400), events=(96, 96))
+of_backward = pytest.mark.parametrize("name", ["rows", "mlp", "events"])
+
+
+@slow_after(
+    3, "activation, softmax, mask",
+    diagonal_first(
+        ["relu", "dice", "prelu", "silu"], [True, False], ["none", "hstu", "window"],
+    ),
+)  # fmt: skip
+@of_backward
+def test_hopper_backward_compiles(name, activation, softmax, mask):
+    """Its MMAs are asynchronous, as the forward's, and two programs run on an SM."""
+    compiled = compile_din(90, name, "bf16", activation, softmax=softmax, mask=MASKS[mask])
+    code = disassembled(compiled.asm["cubin"])
+    assert code.count("HGMMA") > 1.5 * code.count("WARPGROUP.DEPBAR")
+    if triton.__version__.startswith("3.6."):
+        limit = SPILLED_ON_HOPPER[name][has_table(activation)]
+        assert spilled_bytes(compiled.asm["cubin"]) <= limit
+    assert 2 * (compiled.metadata.shared + 1024) <= 228 * 1024
+
+
+@slow_after(1, "sizes", [((80, 64), 64), ((64, 32), 64), ((33, 16), 40), ((5, 3), 20)], ids=str)
+@of_backward
+def test_hopper_backward_sizes_compile(name, sizes):
+    hidden, width = sizes
+    compiled = compile_din(90, name, "bf16", "dice", hidden=hidden, width=width, softmax=True)
     assert 2 * (compiled.metadata.shared + 1024) <= 228 * 1024

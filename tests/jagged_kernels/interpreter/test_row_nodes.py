@@ -3,6 +3,7 @@ the CPU."""
 
 import functools
 
+import pytest
 import torch
 from functorch.compile import make_boxed_func
 from marks import slow_after
@@ -29,11 +30,18 @@ LAYERS = {
         WIDTH, 3, 40, norm_first=True, norm="rms", activation="swiglu"
     ),
     "encoder-behind": lambda: jm.JaggedEncoderLayer(WIDTH, 3, 40, activation="gelu"),
+    "encoder-relu": lambda: jm.JaggedEncoderLayer(WIDTH, 3, 40, norm_first=True),
+    "encoder-queries": lambda: jm.JaggedEncoderLayer(WIDTH, 3, 40, norm_first="queries"),
+    "encoder-dropout": lambda: jm.JaggedEncoderLayer(
+        WIDTH, 3, 40, norm_first=True, activation="gelu", dropout=0.3
+    ),
+    "encoder-relu-dropout": lambda: jm.JaggedEncoderLayer(WIDTH, 3, 40, dropout=0.3),
+    "encoder-rms": lambda: jm.JaggedEncoderLayer(WIDTH, 3, 40, norm="rms"),
 }
 
 
-# the last two: others have norms of queries and keys, and SwiGLU
-@slow_after(6, "name", sorted(LAYERS, key=("qk-norm", "swiglu").__contains__))
+# the last ones: others have norms of queries and keys, SwiGLU, and these norms and places of them
+@slow_after(10, "name", sorted(LAYERS, key=("qk-norm", "swiglu", "encoder-rms").__contains__))
 def test_equals_the_modules(monkeypatch, offsets, name):
     """In fp32, also in a graph, which does not know the end of the rows."""
     layer = LAYERS[name]()
@@ -45,6 +53,7 @@ def test_equals_the_modules(monkeypatch, offsets, name):
 
     def results(call):
         leaves = [x.clone().requires_grad_() for x, _ in pairs]
+        torch.manual_seed(1)  # of dropout
         out = call(*((x, ends) for x, (_, ends) in zip(leaves, pairs)))[0]
         return [out, *torch.autograd.grad(out, [*leaves, *layer.parameters()], out.detach().cos())]
 
@@ -60,13 +69,25 @@ def test_equals_the_modules(monkeypatch, offsets, name):
             )
 
 
+@pytest.mark.parametrize("name", ["encoder-first", "encoder-behind"])
+def test_a_kept_graph_gives_the_same_gradients_again(monkeypatch, poisoned_memory, offsets, name):
+    """Only the last backward replaces what the forward saved. Dropout is drawn once."""
+    monkeypatch.setattr(one_node, "may_be_one_node", lambda *_, **__: True)
+    layer = LAYERS[name]()
+    layer.dropout.p = 0.3
+    x = torch.randn(sum(LENGTHS), WIDTH, requires_grad=True)
+    out, wanted = layer((x, offsets(LENGTHS)))[0], [x, *layer.parameters()]
+    first = torch.autograd.grad(out, wanted, out.detach(), retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(out, wanted, out.detach())))
+
+
 def test_a_graph_computes_the_activation_again(monkeypatch, offsets):
-    """torch.compile merges equal calls: it would keep the result of the forward's."""
+    """With its gradient, and not from what the forward kept."""
     monkeypatch.setattr(one_node, "may_be_one_node", lambda *_, **__: True)
     calls = []
 
     def compiler(graph, _):
-        calls.append([str(node.target) for node in graph.graph.nodes])
+        calls.append(graph.code)
         return make_boxed_func(graph)
 
     backend = aot_autograd(
@@ -76,5 +97,5 @@ def test_a_graph_computes_the_activation_again(monkeypatch, offsets):
     compiled = torch.compile(LAYERS["encoder-behind"](), fullgraph=True, backend=backend)
     compiled((torch.randn(sum(LENGTHS), WIDTH), offsets(LENGTHS)))[0].sum().backward()
     forward, backward = calls
-    activation = "jagged_kernels.activation.default"
-    assert forward.count(activation) == backward.count(activation) == 1
+    name, again = "jagged_kernels.activation.default(", "jagged_kernels.activation_again_backward"
+    assert forward.count(name) == 1 and name not in backward and again in backward

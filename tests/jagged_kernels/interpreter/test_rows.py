@@ -28,6 +28,19 @@ def test_row_norm(check_row_norm, width, norm, dtypes):
         check_row_norm(rows, width, norm, dtypes, "cpu", residual=rows != 37)
 
 
+@slow_after(
+    1,
+    "dtypes",
+    [(FP32, FP16, FP32), (FP16, FP16, FP16), (FP32,) * 3],
+    ids=["mixed", "fp16", "fp32"],
+)
+@by_width
+def test_residual_norm(check_residual_norm, width, norm, dtypes):
+    for rows in ROWS if width < 512 else ROWS[:2]:
+        options = dict(has_bias=rows != 37, both=rows != 130)
+        check_residual_norm(rows, width, norm, dtypes, "cpu", **options)
+
+
 @by_width
 def test_rows_behind_the_end(check_end, width, norm):
     for rows in (0, 1, 37):
@@ -105,7 +118,9 @@ def test_activations_of_no_rows_and_of_a_nan():
         op.triton_activation(x, "silu", True),
         op.triton_activation_backward(torch.ones(9, 32), x, "silu", True),
     )
-    for z in (y, dx):
+    y_again, dx_again = torch.ones(9, 32), torch.empty_like(x)
+    op.triton_activation_again_backward(y_again, x, dx_again, "silu", True)
+    for z in (y, dx, y_again, dx_again):
         assert z[4].isnan().all() and z[:4].isfinite().all() and z[5:].isfinite().all()
 
 
@@ -223,6 +238,12 @@ def test_operators_pass_opcheck():
         library.opcheck(op.triton_row_norm, given, **checks)
         given = torch.randn(5, 80).half(), 40, x.half(), mean, rstd, weight, 1e-6, rms
         library.opcheck(op.triton_row_norm_packed_backward, given, **checks)
+        for copy in (None, FP16):
+            given = x, x.half(), weight, bias, FP32, copy, 1e-6, groups, rms
+            library.opcheck(op.triton_residual_norm, given, **checks)
+            total, y, _, mean, rstd = op.triton_residual_norm(*given)
+            given = y, None, total, mean, rstd, weight, y, copy, 1e-6, rms
+            library.opcheck(op.triton_residual_norm_backward, given, **checks)
         given = x, x, weight, bias, seed, 0.5, 1e-6, groups, rms
         library.opcheck(op.triton_gate, given, **checks)
         _, mean, rstd = op.triton_gate(*given)
@@ -235,6 +256,8 @@ def test_operators_pass_opcheck():
     library.opcheck(activation.triton_activation, given, **checks)
     given = torch.randn(5, 16), *given, torch.tensor([0, 3])
     library.opcheck(activation.triton_activation_backward, given, **checks)
+    given = torch.randn(5, 16), torch.randn(5, 32), torch.randn(5, 32), "silu", True
+    library.opcheck(activation.triton_activation_again_backward, given, **checks)
     with pytest.raises(RuntimeError, match="twice"):
         x = x.clone().requires_grad_()
         y, mean, rstd = op.triton_row_norm(x, weight, None, FP32, 1e-6)
