@@ -261,7 +261,7 @@ def residual_norm_gradients(
 
     kept, scale = dropout[0], dropout_scale(*dropout)
     copy = None if dtype == x.dtype and kept is None else dtype
-    given = dy, added, x, mean, rstd, weight, residual, copy, 0.0, norm.rms, end, kept, scale
+    given = dy, added, x, mean, rstd, weight, residual, copy, norm.rms, end, kept, scale
     dx, other, (dweight, dbias, sums) = called(triton_residual_norm_backward, *given)
     of_weights = dweight.to(weight.dtype), None if norm.rms else dbias.to(weight.dtype)
     return Stream(dx, None, dx if copy is None else other, sums), of_weights

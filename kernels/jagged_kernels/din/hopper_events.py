@@ -36,6 +36,7 @@ from ..common.loads import load_segment
 from ..common.pipeline import make_barriers, mma_layout, to_mma_operand, zero_rows
 from ..common.ptxas import safe_ptxas
 from .hopper_gradients import (
+    Given,
     Net,
     beside,
     do_rows,
@@ -111,11 +112,11 @@ def din_bwd_events_hopper_kernel(
     loaded = make_barriers(1, 1)
     mbarrier.expect(loaded.index(0), k_desc.block_type.nbytes)
     load_tile(k_desc, [(kv_start + start).to(gl.int32), 0], loaded.index(0), tile.k)
-    rows = make_rows(2, DTYPE, WIDTH, OPTIONS)
+    rows, given = make_rows(2, DTYPE, WIDTH, OPTIONS), Given(operands, strides, weights, gradients)
     dk = zero_piece(BLOCK, WIDTH)
     if queries.count > 0:
         number = _number(0, queries, OPTIONS)
-        row = store_row(rows, 0, q_start + number, operands, strides, weights, gradients, OPTIONS)
+        row = store_row(rows, 0, q_start + number, given, OPTIONS)
         mbarrier.wait(loaded.index(0), 0)
         if kv_len - start < BLOCK:
             zero_rows(tile.k, kv_len - start, 0, 1)
@@ -127,14 +128,13 @@ def din_bwd_events_hopper_kernel(
             following = _number(i + 1, queries, OPTIONS)
             real = _sees(tile, number, queries, OPTIONS)
             started, acc, row = _row(
-                started, acc, row, real, tile, rows, i + 1 & 1, operands, strides, weights,
-                gradients, q_start + following, True, ACTIVATION, OPTIONS,
+                started, acc, row, real, tile, rows, i + 1 & 1, given, q_start + following,
+                True, ACTIVATION, OPTIONS,
             )  # fmt: skip
             number = following
         real = _sees(tile, number, queries, OPTIONS)
         nothing, dk, row = _row(
-            started, acc, row, real, tile, rows, 0, operands, strides, weights,
-            gradients, q_start, False, ACTIVATION, OPTIONS,
+            started, acc, row, real, tile, rows, 0, given, q_start, False, ACTIVATION, OPTIONS,
         )  # fmt: skip
     event, column = places(dk, 0)
     ptrs = gradients[3] + (kv_start + start + event) * OPTIONS.width + column
@@ -144,7 +144,7 @@ def din_bwd_events_hopper_kernel(
 
 @gluon.jit
 def _row(
-    started, dk, row, real, tile, rows, slot, operands, strides, weights, gradients, following,
+    started, dk, row, real, tile, rows, slot, given, following,
     NEXT: gl.constexpr, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
     """What `start_scores` starts for the following row of q, if there is one (NEXT), dk with this
@@ -161,7 +161,7 @@ def _row(
     new = row
     if NEXT:
         thread_barrier()  # all warps have waited for the MMAs that read the following row's slot
-        new = store_row(rows, slot, following, operands, strides, weights, gradients, OPTIONS)
+        new = store_row(rows, slot, following, given, OPTIONS)
         fence_async_shared()
         thread_barrier()
     dh, dz1 = warpgroup_mma_wait(0, deps=dh + operands1), ()

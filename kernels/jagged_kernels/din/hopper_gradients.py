@@ -43,6 +43,15 @@ class Net(NamedTuple):
     last_bias: gl.tensor
 
 
+class Given(NamedTuple):
+    """Arguments of a kernel. gradients: do, lse and delta, then results."""
+
+    operands: gl.tuple
+    strides: gl.tuple
+    weights: gl.tuple
+    gradients: gl.tuple
+
+
 class Row(NamedTuple):
     """A row of q. In shared memory pieces of M `[n, E]`, of which the last one may have do in the
     rows behind, otherwise do is `([16, E],)`, and the pieces of a. lse and delta of its result."""
@@ -227,10 +236,9 @@ def do_rows(row, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def store_row(
-    rows, slot, number, operands, strides, weights, gradients, OPTIONS: gl.constexpr
-):  # fmt: skip
-    """Store a row of q in a slot of what `make_rows` made. gradients: do, lse, delta. Its Row."""
+def store_row(rows, slot, number, given, OPTIONS: gl.constexpr):
+    """Store a row of q in a slot of what `make_rows` made. given: a Given. Its Row."""
+    operands, strides, weights, gradients = given
     lse, delta = 0.0, 0.0
     if OPTIONS.softmax:
         lse, delta = gl.load(gradients[1] + number), gl.load(gradients[2] + number)

@@ -37,6 +37,7 @@ from ..common.gluon_api import thread_barrier
 from ..common.pipeline import make_barriers, mma_layout, zero_rows
 from ..common.ptxas import safe_ptxas
 from .hopper_gradients import (
+    Given,
     Net,
     add_to_table,
     beside,
@@ -108,11 +109,12 @@ def _start_tile(buffers, row, step, num_rows, OPTIONS: gl.constexpr):
 @gluon.jit
 def _tile(
     started, sums, k_desc, buffers, row, seen, next_seen, step,
-    NEXT: gl.constexpr, MLP: gl.constexpr, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
+    NEXT: gl.constexpr, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
     """What `_start_tile` starts for the next tile, if there is one (NEXT), and the sums with this
     tile's, the first one of `seen`. The sums' MMAs may be under way."""
     FIRST: gl.constexpr = len(OPTIONS.pieces[0])
+    MLP: gl.constexpr = OPTIONS.only == 1
     L: gl.constexpr = gl.SliceLayout(1, mma_layout(BLOCK, COPIES))
     real = gl.arange(0, BLOCK, layout=L) < find_tile(seen, 0)[1]
     net = buffers.net
@@ -174,8 +176,9 @@ def _make_total(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _finish_row(sums, buffers, operands, strides, weights, gradients, row, OPTIONS: gl.constexpr):
+def _finish_row(sums, buffers, given, row, OPTIONS: gl.constexpr):
     """Store dq and da of a row, and add S ∘ q and S to the program's."""
+    operands, strides, weights, gradients = given
     WIDTH: gl.constexpr = sums.products[0].shape[0]
     L: gl.constexpr = gl.SliceLayout(1, mma_layout(BLOCK, COPIES))
     dq = gl.zeros([WIDTH], gl.float32, L)
@@ -202,18 +205,18 @@ def _finish_row(sums, buffers, operands, strides, weights, gradients, row, OPTIO
 @gluon.jit(do_not_specialize=["num_rows", "num_segments"])
 def din_bwd_rows_hopper_kernel(
     k_desc, operands, strides, weights, biases, tables, gradients, users,
-    num_rows, num_segments, MLP: gl.constexpr, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
+    num_rows, num_segments, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
     """Each program has every num_programs-th row of q.
 
-    gradients: do, lse, delta, then dq, da, and each program's part of dDᵀ and dBᵀ `[2, E, H1]` and
-    of the sums `[3, H1]` of the first table. MLP: then its part of dW2ᵀ `[H1, H2]`, dw, db2 and db3
-    in this order, and of the sums `[3, H2]` of the second table.
+    gradients: do, lse, delta. OPTIONS.only = 0: then dq, da, and each program's part of dDᵀ and dBᵀ
+    `[2, E, H1]` and of the sums `[3, H1]` of the first table. OPTIONS.only = 1: then its part of
+    dW2ᵀ `[H1, H2]`, dw, db2 and db3 in this order, and of the sums `[3, H2]` of the second table.
     """
+    MLP: gl.constexpr = OPTIONS.only == 1
     WIDTH: gl.constexpr = k_desc.block_type.shape[1]
     DTYPE: gl.constexpr = k_desc.dtype
     ROWS: gl.constexpr = BLOCK if MLP else WIDTH  # of products
-    LAYER: gl.constexpr = 1 if MLP else 0  # of bias and table
     dz, h, last, total = (), (), (), ()
     for i in gl.static_range(len(OPTIONS.pieces[0])):
         piece = make_matrix(DTYPE, BLOCK, OPTIONS.pieces[0][i][1])
@@ -229,11 +232,11 @@ def din_bwd_rows_hopper_kernel(
         gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, WIDTH], k_desc.layout),
         make_barriers(STAGES, 1), make_net(weights, biases, tables, OPTIONS), dz, h, total,
     )  # fmt: skip
-    rows = make_rows(1, DTYPE, WIDTH, OPTIONS)
+    rows, given = make_rows(1, DTYPE, WIDTH, OPTIONS), Given(operands, strides, weights, gradients)
     last_bias = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, mma_layout(BLOCK, COPIES)))
     sums = Sums(
-        zero_pieces(ROWS, 0, OPTIONS), zero_vectors(LAYER, OPTIONS), last, last_bias,
-        zero_table(LAYER, OPTIONS),
+        zero_pieces(ROWS, 0, OPTIONS), zero_vectors(OPTIONS.only, OPTIONS), last, last_bias,
+        zero_table(OPTIONS.only, OPTIONS),
     )  # fmt: skip
     step, missing = 0, AHEAD
     next_seen = find_next_seen(gl.program_id(0), num_rows, num_segments, users, OPTIONS)
@@ -249,31 +252,31 @@ def din_bwd_rows_hopper_kernel(
                 zero_pieces(ROWS, 0, OPTIONS), zero_vectors(0, OPTIONS), (), last_bias, sums.table
             )
         if end_of(seen) > 0:
-            row = store_row(rows, 0, number, operands, strides, weights, gradients, OPTIONS)
+            row = store_row(rows, 0, number, given, OPTIONS)
             fence_async_shared()
             thread_barrier()
             started = wait(_start_tile(buffers, row, step, find_tile(seen, 0)[1], OPTIONS), 0)
             while end_of(seen) > BLOCK:
                 started, sums = _tile(
                     started, sums, k_desc, buffers, row, seen, next_seen, step,
-                    True, MLP, ACTIVATION, OPTIONS,
+                    True, ACTIVATION, OPTIONS,
                 )  # fmt: skip
                 seen = without_tile(seen, BLOCK)
                 step += 1
             nothing, sums = _tile(
                 started, sums, k_desc, buffers, row, seen, next_seen, step,
-                False, MLP, ACTIVATION, OPTIONS,
+                False, ACTIVATION, OPTIONS,
             )  # fmt: skip
             step += 1
             thread_barrier()  # every warp has read what the next row writes
         if not MLP:
-            _finish_row(sums, buffers, operands, strides, weights, gradients, number, OPTIONS)
+            _finish_row(sums, buffers, given, number, OPTIONS)
     if MLP:
         _store_mlp(gradients[3], sums, OPTIONS)
     else:
         _store_first_linear(gradients[5], buffers, OPTIONS)
     if len(sums.table) > 0:
-        store_table(gradients[4 if MLP else 6], sums.table, tables, LAYER, OPTIONS)
+        store_table(gradients[4 if MLP else 6], sums.table, tables, OPTIONS.only, OPTIONS)
 
 
 @gluon.jit

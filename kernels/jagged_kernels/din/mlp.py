@@ -33,7 +33,8 @@ class Options(NamedTuple):
         units: "relu", "prelu" or "dice"; None: ACTIVATION, a function of z alone.
         factors: which ACTIVATION leaves out, of value and derivative.
         softmax: over the events. same: v is k.
-        only: the hidden layer of which the kernel computes only the sums; -1: all.
+        only: the hidden layer of which the kernel computes only the sums; -1: all. In
+            hopper_rows.py the layer whose gradients a launch computes.
         mask: which events a row of q sees; None: all.
     """
 

@@ -143,13 +143,13 @@ def _runs_hopper(launch: _Launch, backward: bool) -> bool:
     return runs_on_hopper(problem, backward)
 
 
-def _on_hopper(launch: _Launch, kernel: str) -> _Launch:
-    """A launch of one of Hopper's kernels, as `hopper_config` names them."""
+def _on_hopper(launch: _Launch, kernel: str, only: int = -1) -> _Launch:
+    """A launch of one of Hopper's kernels, as `hopper_config` names them. only: of its Options."""
     options = launch.constants["OPTIONS"]
     config = hopper_config(kernel, options.width, options.hidden)
     by_size = options.pieces[0], pieces(options.hidden[1], 8 if kernel == "fwd" else 16)
     constants = launch.constants | dict(
-        OPTIONS=options._replace(pieces=by_size), maxnreg=config.max_registers
+        OPTIONS=options._replace(pieces=by_size, only=only), maxnreg=config.max_registers
     )
     return launch._replace(constants=constants, config=config)
 
@@ -277,7 +277,7 @@ def triton_din_backward(
     launch, hidden = _prepare("dmlp", *tensors, layer, mask), [x.shape[0] for x in weights[:-1]]
     hopper = layer < 0 and _runs_hopper(launch, backward=True)
     if hopper:
-        launch = _on_hopper(launch, "mlp")
+        launch = _on_hopper(launch, "mlp")  # the number of programs of both launches
     programs = launch.programs(rows)
     sizes = [x.numel() for x in (*weights[1:], *biases)]
     parts = do.new_empty((programs, sum(sizes)), dtype=torch.float32)
@@ -288,11 +288,11 @@ def triton_din_backward(
     numbers = users, rows, num_users
     tiles = cdiv(dk.shape[0], 64) + num_users
     if hopper:
-        for found in (of_mlp, of_rows):
+        for only, found in enumerate((of_rows, of_mlp)):
+            launch = _on_hopper(launch, "mlp", only)
             din_bwd_rows_hopper_kernel[(programs,)](
-                launch.events, *launch.tensors, found, *numbers, MLP=found is of_mlp,
-                **launch.constants,
-            )  # fmt: skip
+                launch.events, *launch.tensors, found, *numbers, **launch.constants
+            )
         launch = _on_hopper(launch, "events")
         din_bwd_events_hopper_kernel[(tiles,)](
             launch.events, *launch.tensors, (do, lse, delta, dk), users, num_users,

@@ -229,9 +229,8 @@ def triton_residual_norm(
 
 
 def _residual_norm_backward_fake(
-    dy, added, x, mean, rstd, weight, residual, copy, eps, rms=False, end=None, kept=None,
-    scale=1.0,
-):  # fmt: skip
+    dy, added, x, mean, rstd, weight, residual, copy, rms=False, end=None, kept=None, scale=1.0
+):
     other = x.new_empty(0 if copy is None else x.shape, dtype=copy)
     return x.new_empty(x.shape), other, x.new_empty((3, x.shape[1]), dtype=torch.float32)
 
@@ -246,7 +245,6 @@ def triton_residual_norm_backward(
     weight: Tensor,
     residual: Tensor | None,
     copy: torch.dtype | None,
-    eps: float,
     rms: bool = False,
     end: Tensor | None = None,
     kept: Tensor | None = None,
@@ -260,20 +258,17 @@ def triton_residual_norm_backward(
         copy: a second dtype of dx, or None.
         kept, scale: of dropout, bools `[L, W]` and the factor of what is kept: the second dx is
             its gradient.
-        mean, rstd, weight, eps, rms, end: as in `triton_row_norm_backward`.
+        mean, rstd, weight, rms, end: as in `triton_row_norm_backward`.
 
     Returns:
         dx `[L, W]` in x's dtype; the second one, or `[0]`; and fp32 `[3, W]`, the gradients of
         weight and bias and the sum of the rows of the second dx.
     """
-    results = _residual_norm_backward_fake(
-        dy, added, x, mean, rstd, weight, residual, copy, eps, rms
-    )
-    dx, other, sums = results
+    dx, other, sums = _residual_norm_backward_fake(dy, added, x, mean, rstd, weight, residual, copy)
     added, copied = _contiguous(added), None if copy is None else other
     kept = None if kept is None else kept.contiguous().view(torch.uint8)
     tensors = dy, added, x, mean, rstd, weight, residual, kept, end, dx, copied
-    return dx, other, _write_norm_gradients(tensors, eps, rms, len(sums), scale)
+    return dx, other, _write_norm_gradients(tensors, 0.0, rms, len(sums), scale)  # eps is in rstd
 
 
 def _write_norm_gradients(

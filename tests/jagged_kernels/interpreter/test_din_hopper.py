@@ -30,7 +30,9 @@ def test_masks(check, mask, normalize):
     check("relu", normalize=normalize, mask=mask, **SIZES)
 
 
-@pytest.mark.parametrize("sizes", [((80, 64), 64), ((64, 32), 8), ((33, 16), 40), ((5, 3), 20)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [((80, 64), 64), ((64, 32), 8), ((33, 16), 40), ((5, 3), 20)], ids=str
+)
 def test_sizes(check, sizes):
     hidden, width = sizes
     check("silu", hidden=hidden, width=width, candidates=[0, 1, 1], lengths=[2, 70])

@@ -242,7 +242,7 @@ def test_operators_pass_opcheck():
             given = x, x.half(), weight, bias, FP32, copy, 1e-6, groups, rms
             library.opcheck(op.triton_residual_norm, given, **checks)
             total, y, _, mean, rstd = op.triton_residual_norm(*given)
-            given = y, None, total, mean, rstd, weight, y, copy, 1e-6, rms
+            given = y, None, total, mean, rstd, weight, y, copy, rms
             library.opcheck(op.triton_residual_norm_backward, given, **checks)
         given = x, x, weight, bias, seed, 0.5, 1e-6, groups, rms
         library.opcheck(op.triton_gate, given, **checks)
