@@ -72,7 +72,7 @@ def test_portable_kernels(check_din, activation, mask, monkeypatch):
     """Where Hopper's would run."""
     from jagged_kernels.din import op
 
-    monkeypatch.setattr(op, "_runs_hopper", lambda *_: False)
+    monkeypatch.setattr(op, "_runs_hopper", lambda _, backward: False)
     options = dict(width=64, v_width=None, hidden=(80, 40), normalize=None, mask=mask)
     check_din(activation, BF16, "cuda", **options, **SEGMENTS)
 

@@ -176,9 +176,10 @@ def triton_attention_packed_backward(
             x.zero_()
     if call.segments.has_tail:
         of_rows = [(of_queries, call.segments.q_offsets)]
-        if not call.segments.is_self_attention:
-            keys = of_queries[: call.k.shape[0]] if of_keys is None else of_keys
-            of_rows.append((keys, call.segments.kv_offsets))
+        if of_keys is not None:
+            of_rows.append((of_keys, call.segments.kv_offsets))
+        elif not call.segments.is_self_attention:
+            of_rows.append((of_queries[: call.k.shape[0]], call.segments.kv_offsets))
         zero_tails(*of_rows)
     return dtables
 

@@ -33,3 +33,10 @@ def test_shared_queries(check_packed_gradients, dtype):
 def test_no_rows(check_packed_gradients, lengths):
     check_packed_gradients(lengths, None, torch.float32, "cpu")
     check_packed_gradients(lengths, [4, 3][: len(lengths)], torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("kv_lengths", [None, [5, 2, 0, 33, 64]], ids=["self", "cross"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_rows_behind_the_end(check_packed_gradients, kv_lengths, apart):
+    options = dict(behind=7, apart=apart)
+    check_packed_gradients(SELF, kv_lengths, torch.float32, "cpu", **options)
