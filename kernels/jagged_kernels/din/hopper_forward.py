@@ -34,14 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common.activations import _fast_tanh
 from ..common.gluon_api import thread_barrier
-from ..common.pipeline import (
-    make_barriers,
-    mma_abt,
-    mma_layout,
-    to_mma_operand,
-    vector_layout,
-    zero_rows,
-)
+from ..common.pipeline import make_barriers, mma_abt, mma_layout, to_mma_operand, zero_rows
 from ..common.ptxas import safe_ptxas
 from .hopper_parts import (
     BLOCK,
@@ -52,6 +45,7 @@ from .hopper_parts import (
     load_missing,
     load_pieces,
     make_matrix,
+    make_second,
     make_vectors,
     of_columns,
     plus,
@@ -125,27 +119,15 @@ def _make_tables(tables, w_ptr, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _make_second_piece(ptr, i: gl.constexpr, j: gl.constexpr, OPTIONS: gl.constexpr):
-    K: gl.constexpr = OPTIONS.pieces[0][i][1]
-    N: gl.constexpr = OPTIONS.pieces[1][j][1]
-    L: gl.constexpr = vector_layout(K)
-    columns = OPTIONS.pieces[0][i][0] + gl.arange(0, K, layout=gl.SliceLayout(0, L))
-    rows = OPTIONS.pieces[1][j][0] + gl.arange(0, N, layout=gl.SliceLayout(1, L))
-    mask = (rows < OPTIONS.hidden[1])[:, None] & (columns < OPTIONS.hidden[0])[None, :]
-    ptrs = ptr + rows[:, None] * OPTIONS.hidden[0] + columns[None, :]
-    buffer = make_matrix(ptr.dtype.element_ty, N, K)
-    buffer.store(gl.load(ptrs, mask=mask, other=0.0))
-    return buffer
-
-
-@gluon.jit
 def _make_second(ptr, OPTIONS: gl.constexpr):
     """W2 in shared memory: for each piece of the first layer, those of the second one."""
     found = ()
     for i in gl.static_range(len(OPTIONS.pieces[0])):
         pieces = ()
         for j in gl.static_range(len(OPTIONS.pieces[1])):
-            pieces = pieces + (_make_second_piece(ptr, i, j, OPTIONS),)
+            pieces = pieces + (
+                make_second(ptr, i, OPTIONS.pieces[1][j][0], OPTIONS.pieces[1][j][1], OPTIONS),
+            )
         found = found + (pieces,)
     return found
 

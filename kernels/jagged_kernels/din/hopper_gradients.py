@@ -19,7 +19,7 @@ from .hopper_parts import (
     COPIES,
     WORDS,
     load_pieces,
-    make_matrix,
+    make_second,
     make_vectors,
     of_columns,
     plus,
@@ -88,26 +88,13 @@ class Last(NamedTuple):
 def make_net(weights, biases, tables, OPTIONS: gl.constexpr):
     second, of_units = (), ()
     for i in gl.static_range(len(OPTIONS.pieces[0])):
-        second = second + (_make_second(weights[1], i, OPTIONS),)
+        second = second + (make_second(weights[1], i, 0, BLOCK, OPTIONS),)
     if has_table(OPTIONS.units):
         of_units = _make_table(tables[0], 0, OPTIONS), _make_table(tables[1], 1, OPTIONS)
     bias, weight = make_vectors(1, OPTIONS), make_vectors(1, OPTIONS)
     store_vectors(bias, load_pieces(biases[0], 1, OPTIONS))
     store_vectors(weight, load_pieces(weights[2], 1, OPTIONS))
     return Net(second, bias, weight, of_units, gl.load(biases[1]).to(gl.float32))
-
-
-@gluon.jit
-def _make_second(ptr, i: gl.constexpr, OPTIONS: gl.constexpr):
-    K: gl.constexpr = OPTIONS.pieces[0][i][1]
-    L: gl.constexpr = vector_layout(K)
-    columns = OPTIONS.pieces[0][i][0] + gl.arange(0, K, layout=gl.SliceLayout(0, L))
-    rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
-    mask = (rows < OPTIONS.hidden[1])[:, None] & (columns < OPTIONS.hidden[0])[None, :]
-    ptrs = ptr + rows[:, None] * OPTIONS.hidden[0] + columns[None, :]
-    buffer = make_matrix(ptr.dtype.element_ty, BLOCK, K)
-    buffer.store(gl.load(ptrs, mask=mask, other=0.0))
-    return buffer
 
 
 @gluon.jit

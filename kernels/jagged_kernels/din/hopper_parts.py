@@ -81,6 +81,23 @@ def make_matrix(DTYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def make_second(
+    ptr, i: gl.constexpr, FIRST: gl.constexpr, ROWS: gl.constexpr, OPTIONS: gl.constexpr
+):
+    """Shared memory with W2 `[ROWS, n]` of a piece of the first layer and ROWS units, from FIRST
+    on, of the second one."""
+    K: gl.constexpr = OPTIONS.pieces[0][i][1]
+    L: gl.constexpr = vector_layout(K)
+    columns = OPTIONS.pieces[0][i][0] + gl.arange(0, K, layout=gl.SliceLayout(0, L))
+    rows = FIRST + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+    mask = (rows < OPTIONS.hidden[1])[:, None] & (columns < OPTIONS.hidden[0])[None, :]
+    ptrs = ptr + rows[:, None] * OPTIONS.hidden[0] + columns[None, :]
+    buffer = make_matrix(ptr.dtype.element_ty, ROWS, K)
+    buffer.store(gl.load(ptrs, mask=mask, other=0.0))
+    return buffer
+
+
+@gluon.jit
 def store_first(first, q_ptr, of_k_ptr, products_ptr, OPTIONS: gl.constexpr):
     """Store M of a row of q in its pieces `[n, E]`, which may have rows behind theirs."""
     WIDTH: gl.constexpr = first[0].shape[1]
