@@ -287,10 +287,9 @@ class Queries:
     def _read_offsets(
         self, host_lengths: Tensor | None = None, known: Segmentation | None = None
     ) -> None:
-        self._known = segmentation_of(self.offsets, host_lengths, known)
-        self._known_of = self.offsets
-        on_device = _is_tracked(self.offsets) and not _on_host(self.offsets)
-        self._read = (self.offsets, self.offsets._version) if on_device else None
+        kept = _kept(self.offsets, host_lengths, known)
+        self._known, self._known_of = kept.segmentation, self.offsets
+        self._read = (self.offsets, kept.state) if isinstance(kept.state, int) else None
 
     def known_segmentation(self) -> Segmentation | None:
         """For `may_have_tail`: the segmentation, if offsets on a device have not changed since it
@@ -311,9 +310,9 @@ class Queries:
 
 class _Kept(NamedTuple):
     """A tensor's segmentation, and the state that shows later writes to the tensor: a copy of its
-    values, or on a device its version."""
+    values, or on a device its version; None if nothing shows them."""
 
-    state: Tensor | int
+    state: Tensor | int | None
     segmentation: Segmentation
 
 
@@ -327,16 +326,19 @@ def segmentation_of(
     """The segmentation of this tensor object; a new one if the tensor was written to since the last
     call. known: that of a tensor of which no call or `remember` knows yet, for example an unpickled
     one."""
+    return _kept(offsets, host_lengths, known).segmentation
+
+
+def _kept(offsets: Tensor, host_lengths: Tensor | None, known: Segmentation | None) -> _Kept:
     if not _is_tracked(offsets):
-        return known or Segmentation(host_lengths)
+        return _Kept(None, known or Segmentation(host_lengths))
     kept: _Kept | None = _segmentations.get(offsets)
     if kept is None or not _is_unchanged(kept, offsets):
         segmentation = known if kept is None and known is not None else Segmentation(host_lengths)
-        _keep(offsets, segmentation)
-        return segmentation
+        return _keep(offsets, segmentation)
     if kept.segmentation.host_lengths is None:
         kept.segmentation.host_lengths = host_lengths
-    return kept.segmentation
+    return kept
 
 
 def parse_segments(
@@ -389,9 +391,10 @@ def remember(offsets: Tensor, segmentation: Segmentation) -> None:
         _keep(offsets, segmentation)
 
 
-def _keep(offsets: Tensor, segmentation: Segmentation) -> None:
-    state = offsets.clone() if _on_host(offsets) else offsets._version
-    _segmentations[offsets] = _Kept(state, segmentation)
+def _keep(offsets: Tensor, segmentation: Segmentation) -> _Kept:
+    kept = _Kept(offsets.clone() if _on_host(offsets) else offsets._version, segmentation)
+    _segmentations[offsets] = kept
+    return kept
 
 
 def _is_unchanged(kept: _Kept, offsets: Tensor) -> bool:

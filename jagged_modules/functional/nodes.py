@@ -13,6 +13,9 @@ from ..dtypes import autocast_dtype
 from ..tracing import is_exporting
 
 
+SMALL = 2**20  # bytes, below which `release` frees nothing
+
+
 def apply(node: Any, *inputs: Any) -> Any:
     """The results of a node, an autograd.Function. Where no backward can follow, its forward runs
     alone and saves nothing: under torch.no_grad(), `needs_input_grad` may still be true, and what
@@ -41,10 +44,11 @@ class _NoBackward:
 def release(*tensors: Tensor) -> None:
     """Free the memory of tensors that a node has made, in its forward or its backward, and reads no
     more. Autograd would free what the forward saved when the backward ends. Not if the graph is
-    kept for another backward."""
+    kept for another backward, and no small ones, for which the host's time counts more."""
     if is_last_backward():
         for x in tensors:
-            x.untyped_storage().resize_(0)
+            if x.nbytes >= SMALL:
+                x.untyped_storage().resize_(0)
 
 
 def is_last_backward() -> bool:

@@ -81,7 +81,7 @@ class CachedLaunches(JITFunction):
         strides, has integers alone, and is described as a whole."""
         flat = []
         for x in args:
-            if not isinstance(x, tuple) or (type(x) is tuple and type(x[0]) is int):
+            if not isinstance(x, tuple) or (type(x) is tuple and x and type(x[0]) is int):
                 flat.append(x)
             else:
                 flat += x
@@ -111,16 +111,16 @@ class CachedLaunches(JITFunction):
         rules = []
         for x, rule in zip(args, self._rules):
             # Triton specialises all that is in a tuple
-            is_one = not isinstance(x, tuple) or (type(x) is tuple and type(x[0]) is int)
-            rules += [rule] if is_one else [(False, True, True)] * len(x)
+            is_item = not isinstance(x, tuple) or any([x is item for item in flat])
+            rules += [rule] if is_item else [(False, True, True)] * len(x)
         tensors = [i for i, kind in enumerate(types) if kind in (torch.Tensor, torch.nn.Parameter)]
         described = [i for i, kind in enumerate(types) if issubclass(kind, Described)]
         others = []
         for i, kind in enumerate(types):
             if kind not in (float, type(None)) and i not in (*tensors, *described):
-                numbers = kind is int or (kind is tuple and type(flat[i][0]) is int)
+                integers = kind is int or (kind is tuple and any([flat[i] is x for x in args]))
                 describe = _describer(rules[i])
-                others.append((i, describe if numbers else describe.__wrapped__))
+                others.append((i, describe if integers else describe.__wrapped__))
         specialised = [i for i in tensors if all(rules[i][1:])]
         chosen = _choose(tensors), _choose(specialised), _choose(described)
         return self._positions.setdefault(types, (*chosen, others))
