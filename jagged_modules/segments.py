@@ -8,8 +8,10 @@ Containers with the same offsets share host lengths, tile schedules and an id.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +20,6 @@ from jagged_kernels.common.one_thread import one_thread
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .dtypes import WrongDtype, names
 from .scalars import check_size
@@ -310,14 +311,17 @@ class Queries:
 
 class _Kept(NamedTuple):
     """A tensor's segmentation, and the state that shows later writes to the tensor: a copy of its
-    values, or on a device its version; None if nothing shows them."""
+    values, or on a device its version; None if nothing shows them. reference: to the tensor, whose
+    end removes this from `_segmentations`."""
 
     state: Tensor | int | None
     segmentation: Segmentation
+    reference: weakref.ref[Tensor] | None = None
 
 
-# offsets → _Kept. Not an attribute of the tensor, because torch.save would save it.
-_segmentations: Any = WeakTensorKeyDictionary()
+# The id of offsets → _Kept. Not an attribute of the tensor, because torch.save would save it. A
+# WeakTensorKeyDictionary takes several times longer.
+_segmentations: dict[int, _Kept] = {}
 
 
 def segmentation_of(
@@ -332,7 +336,7 @@ def segmentation_of(
 def _kept(offsets: Tensor, host_lengths: Tensor | None, known: Segmentation | None) -> _Kept:
     if not _is_tracked(offsets):
         return _Kept(None, known or Segmentation(host_lengths))
-    kept: _Kept | None = _segmentations.get(offsets)
+    kept = _segmentations.get(id(offsets))
     if kept is None or not _is_unchanged(kept, offsets):
         segmentation = known if kept is None and known is not None else Segmentation(host_lengths)
         return _keep(offsets, segmentation)
@@ -375,7 +379,7 @@ def may_have_tail(
     if values_are_checkable(offsets):
         return False
     if known is None:
-        kept: _Kept | None = _segmentations.get(offsets) if _is_tracked(offsets) else None
+        kept = _segmentations.get(id(offsets)) if _is_tracked(offsets) else None
         if kept is None or not _is_unchanged(kept, offsets):
             return True
         known = kept.segmentation
@@ -392,8 +396,10 @@ def remember(offsets: Tensor, segmentation: Segmentation) -> None:
 
 
 def _keep(offsets: Tensor, segmentation: Segmentation) -> _Kept:
-    kept = _Kept(offsets.clone() if _on_host(offsets) else offsets._version, segmentation)
-    _segmentations[offsets] = kept
+    state = offsets.clone() if _on_host(offsets) else offsets._version
+    # called with the reference, which pop takes for what it returns if there is no entry
+    end = functools.partial(_segmentations.pop, id(offsets))
+    kept = _segmentations[id(offsets)] = _Kept(state, segmentation, weakref.ref(offsets, end))
     return kept
 
 

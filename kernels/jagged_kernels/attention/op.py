@@ -62,7 +62,7 @@ from .params import (
     unpack,
 )
 from .segments import TiledSegments
-from .select import Selection, hopper_is_supported, select
+from .select import Selection, select
 from .split_queries import SplitQueries
 from .stored_buckets import with_stored_buckets
 from .triton_launch import triton_dkdv, triton_dq, triton_forward
@@ -244,12 +244,11 @@ def _select(call: AttentionCall, tile_rows: int | None, key_tile_rows: int | Non
     """tile_rows, key_tile_rows: of the schedule's tiles."""
     q, k, v, segments, params, _ = call
     q_offsets, kv_offsets, q_shared, kv_shared, _, pages = segments
+    # Hopper's kernels take 16 bits alone
+    in_16_bits = q.element_size() == 2 and not segments.in_8_bits
+    judges_alignment = params.implementation != "triton" and in_16_bits
     single_rows = params.batch_invariant and params.implementation == "auto"
     capability, num_sms = device_properties(q.device)
-    judges_alignment = params.implementation != "triton" and not segments.in_8_bits
-    judges_alignment = judges_alignment and hopper_is_supported(
-        q.shape[2], v.shape[2], q.dtype, capability
-    )
     # a trace of the launches (precompile/traced.py) serves every batch
     known = not torch.compiler.is_compiling()
     problem = call.problem(
