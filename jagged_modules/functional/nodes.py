@@ -12,7 +12,6 @@ from torch import Tensor
 from ..dtypes import autocast_dtype
 from ..tracing import is_exporting
 
-
 SMALL = 2**20  # bytes, below which `release` frees nothing
 
 
@@ -69,9 +68,10 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     def once(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.compiler.is_compiling():
             return backward(ctx, *gradients)
-        first = next((x for x in gradients if x is not None), None)
-        if first is None:
+        given = [x for x in gradients if x is not None]
+        if not given:
             return (None,) * len(ctx.needs_input_grad)
+        first = given[0]
         if autocast_dtype(first) != first.dtype:  # that of the forward counts
             with torch.autocast(first.device.type, enabled=False):
                 return once(ctx, *gradients)
