@@ -8,8 +8,10 @@ Containers with the same offsets share host lengths, tile schedules and an id.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +20,6 @@ from jagged_kernels.common.one_thread import one_thread
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .dtypes import WrongDtype, names
 from .scalars import check_size
@@ -287,10 +288,9 @@ class Queries:
     def _read_offsets(
         self, host_lengths: Tensor | None = None, known: Segmentation | None = None
     ) -> None:
-        self._known = segmentation_of(self.offsets, host_lengths, known)
-        self._known_of = self.offsets
-        on_device = _is_tracked(self.offsets) and not _on_host(self.offsets)
-        self._read = (self.offsets, self.offsets._version) if on_device else None
+        kept = _kept(self.offsets, host_lengths, known)
+        self._known, self._known_of = kept.segmentation, self.offsets
+        self._read = (self.offsets, kept.state) if isinstance(kept.state, int) else None
 
     def known_segmentation(self) -> Segmentation | None:
         """For `may_have_tail`: the segmentation, if offsets on a device have not changed since it
@@ -311,14 +311,17 @@ class Queries:
 
 class _Kept(NamedTuple):
     """A tensor's segmentation, and the state that shows later writes to the tensor: a copy of its
-    values, or on a device its version."""
+    values, or on a device its version; None if nothing shows them. reference: to the tensor, whose
+    end removes this from `_segmentations`."""
 
-    state: Tensor | int
+    state: Tensor | int | None
     segmentation: Segmentation
+    reference: weakref.ref[Tensor] | None = None
 
 
-# offsets → _Kept. Not an attribute of the tensor, because torch.save would save it.
-_segmentations: Any = WeakTensorKeyDictionary()
+# The id of offsets → _Kept. Not an attribute of the tensor, because torch.save would save it. A
+# WeakTensorKeyDictionary takes several times longer.
+_segmentations: dict[int, _Kept] = {}
 
 
 def segmentation_of(
@@ -327,16 +330,19 @@ def segmentation_of(
     """The segmentation of this tensor object; a new one if the tensor was written to since the last
     call. known: that of a tensor of which no call or `remember` knows yet, for example an unpickled
     one."""
+    return _kept(offsets, host_lengths, known).segmentation
+
+
+def _kept(offsets: Tensor, host_lengths: Tensor | None, known: Segmentation | None) -> _Kept:
     if not _is_tracked(offsets):
-        return known or Segmentation(host_lengths)
-    kept: _Kept | None = _segmentations.get(offsets)
+        return _Kept(None, known or Segmentation(host_lengths))
+    kept = _segmentations.get(id(offsets))
     if kept is None or not _is_unchanged(kept, offsets):
         segmentation = known if kept is None and known is not None else Segmentation(host_lengths)
-        _keep(offsets, segmentation)
-        return segmentation
+        return _keep(offsets, segmentation)
     if kept.segmentation.host_lengths is None:
         kept.segmentation.host_lengths = host_lengths
-    return kept.segmentation
+    return kept
 
 
 def parse_segments(
@@ -373,7 +379,7 @@ def may_have_tail(
     if values_are_checkable(offsets):
         return False
     if known is None:
-        kept: _Kept | None = _segmentations.get(offsets) if _is_tracked(offsets) else None
+        kept = _segmentations.get(id(offsets)) if _is_tracked(offsets) else None
         if kept is None or not _is_unchanged(kept, offsets):
             return True
         known = kept.segmentation
@@ -389,9 +395,12 @@ def remember(offsets: Tensor, segmentation: Segmentation) -> None:
         _keep(offsets, segmentation)
 
 
-def _keep(offsets: Tensor, segmentation: Segmentation) -> None:
+def _keep(offsets: Tensor, segmentation: Segmentation) -> _Kept:
     state = offsets.clone() if _on_host(offsets) else offsets._version
-    _segmentations[offsets] = _Kept(state, segmentation)
+    # called with the reference, which pop takes for what it returns if there is no entry
+    end = functools.partial(_segmentations.pop, id(offsets))
+    kept = _segmentations[id(offsets)] = _Kept(state, segmentation, weakref.ref(offsets, end))
+    return kept
 
 
 def _is_unchanged(kept: _Kept, offsets: Tensor) -> bool:

@@ -100,7 +100,7 @@ class _Setting:
     @classmethod
     def current(cls) -> Any:
         """The value for the calling thread or task."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             from .traced_settings import traced_value
 
             return traced_value(cls)

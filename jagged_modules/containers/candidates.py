@@ -58,6 +58,7 @@ class CandidateIndex(Queries):
     offsets: Tensor
     order: Tensor | None
     inverse: Tensor | None
+    is_of_one_call = False  # made by `parse`, so nothing needs to be kept for other calls
     _elsewhere: tuple[Segmentation, CandidateIndex] | None = None  # kept by `on`
 
     def __init__(
@@ -356,7 +357,9 @@ class CandidateIndex(Queries):
         have = "targets have" if name == "targets" else "the queries have"
         index.check(num_candidates, num_users, own, have)
         check_device(own, index.offsets, device, possessive(name))
-        index = index.on(device)
+        is_given, index = index is candidates, index.on(device)
+        if not is_given:
+            index.is_of_one_call = True
         known, num_rows = index.known_segmentation(), num_candidates * rows_per_candidate
         has_tail = may_have_tail("candidates", index.offsets, num_candidates, device, known)
         offsets = index._query_offsets(rows_per_candidate)

@@ -286,7 +286,7 @@ def _by_definition(parsed: ParsedAttention) -> Tensor:
 def _with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
     """The call with a schedule; without one, the device makes it. trains: for a backward too. And
     with the buckets of a bias by time, if the host can know how many there are."""
-    q, k, _, segments, p, schedule = call
+    q, k, v, segments, p, schedule = call
     if schedule:
         if p.time_bias is None or is_recording(q.device):
             return call
@@ -303,4 +303,4 @@ def _with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
         num_targets=p.num_targets,
         backward=needs_backward,
     )
-    return call._replace(schedule=schedule)
+    return AttentionCall(q, k, v, segments, p, schedule)

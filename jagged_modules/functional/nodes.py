@@ -12,6 +12,8 @@ from torch import Tensor
 from ..dtypes import autocast_dtype
 from ..tracing import is_exporting
 
+SMALL = 2**20  # bytes, below which `release` frees nothing
+
 
 def apply(node: Any, *inputs: Any) -> Any:
     """The results of a node, an autograd.Function. Where no backward can follow, its forward runs
@@ -41,10 +43,11 @@ class _NoBackward:
 def release(*tensors: Tensor) -> None:
     """Free the memory of tensors that a node has made, in its forward or its backward, and reads no
     more. Autograd would free what the forward saved when the backward ends. Not if the graph is
-    kept for another backward."""
+    kept for another backward, and no small ones, for which the host's time counts more."""
     if is_last_backward():
         for x in tensors:
-            x.untyped_storage().resize_(0)
+            if x.nbytes >= SMALL:
+                x.untyped_storage().resize_(0)
 
 
 def is_last_backward() -> bool:
@@ -65,9 +68,10 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     def once(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.compiler.is_compiling():
             return backward(ctx, *gradients)
-        first = next((x for x in gradients if x is not None), None)
-        if first is None:
+        given = [x for x in gradients if x is not None]
+        if not given:
             return (None,) * len(ctx.needs_input_grad)
+        first = given[0]
         if autocast_dtype(first) != first.dtype:  # that of the forward counts
             with torch.autocast(first.device.type, enabled=False):
                 return once(ctx, *gradients)

@@ -58,20 +58,24 @@ class Level(NamedTuple):
 
     def schedule(self, num_heads: int, head_dim: int, dtype: torch.dtype) -> TileSchedule | None:
         """The attention's schedule, which the history keeps. None without a history, or if none is
-        kept and the host does not know the candidates of each user: kernels then build it."""
+        kept and the host does not know the candidates of each user, or no other call has their
+        index: kernels then build it."""
+        index = self.candidates
         if self.history is None:
             return None
-        queries = self.container if self.candidates is None else self.candidates
-        if self.candidates is not None and self.candidates.is_sorted:
-            if self.candidates.host_counts is None and not self.history.segmentation.schedules:
+        if index is not None and index.is_of_one_call and not self.history.segmentation.prepared:
+            return None
+        if index is not None and index.is_sorted:
+            if index.host_counts is None and not self.history.segmentation.schedules:
                 return None
+        queries = self.container if index is None else index
         rows = 1 if self.shape is None else self.shape[1]
         return self.history.schedule(
             num_heads=num_heads,
             head_dim=head_dim,
             dtype=dtype,
             queries=rows if queries is None else queries,
-            rows_per_candidate=1 if self.candidates is None else rows,
+            rows_per_candidate=1 if index is None else rows,
         )
 
     def grouped(self, x: Tensor) -> Tensor:

@@ -40,45 +40,45 @@ STEPS = {
     "target, a map": (
         lambda: jm.JaggedTargetAttention(WIDTH, 2),
         lambda layer, x, t: layer(t[:, None], history(x), candidates()),
-        514,
+        474,
     ),
     "target, sorted": (
         lambda: jm.JaggedTargetAttention(WIDTH, 2),
         lambda layer, x, t: layer(
             t[:, None], history(x), jm.CandidateIndex.from_offsets(offsets_of_candidates())
         ),
-        546,
+        533,
     ),
     "target, a pair": (
         lambda: jm.JaggedTargetAttention(WIDTH, 2),
         lambda layer, x, t: layer((t, offsets_of_candidates()), history(x))[0],
-        595,
+        582,
     ),
     "target, a JaggedTensor": (
         lambda: jm.JaggedTargetAttention(WIDTH, 2),
         lambda layer, x, t: layer(t[:, None], jagged_tensor(x), candidates()),
-        516,
+        476,
     ),
     "self and target": (
         lambda: jm.JaggedSelfTargetAttention(WIDTH, 2),
         lambda layer, x, t: layer(history(x), t[:, None], candidates())[1],
-        503,
+        491,
     ),
-    "GDPA": (lambda: jm.JaggedGDPA(WIDTH, 2), lambda layer, x, t: layer(history(x))[0], 513),
+    "GDPA": (lambda: jm.JaggedGDPA(WIDTH, 2), lambda layer, x, t: layer(history(x))[0], 504),
     "blocks": (
         lambda: jm.BlockDiagonalSelfAttention(WIDTH, 2),
         lambda layer, x, t: layer(history(x))[0],
-        360,
+        340,
     ),
     "HSTU": (
         lambda: jm.HSTULayer(WIDTH, 2, config=jm.HSTUConfig(scaling_seqlen=100)),
         lambda layer, x, t: layer(history(x))[0],
-        664,
+        659,
     ),
     "encoder": (
         lambda: jm.JaggedEncoderLayer(WIDTH, 2, WIDTH),
         lambda layer, x, t: layer(history(x))[0],
-        721,
+        715,
     ),
 }
 

@@ -200,9 +200,9 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
     chunks = query_chunks(p, tile.key, q_seqlen)
     q_rows = p.q_rows * p.q_segments if p.q_shared and p.q_rows is not None else p.q_rows
     queries_of_keys = _mean_seqlen(p, q_rows, chunks if p.kv_shared else p.kv_segments)
-    long_keys, long_queries = (
+    long_keys, long_queries = [
         not p.masked and (length or 0) >= LONG for length in (kv_seqlen, queries_of_keys)
-    )
+    ]
     selection = _triton_selection(
         max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability, tile, long_keys, long_queries
     )
@@ -219,9 +219,9 @@ def hopper_is_supported(
 ) -> bool:
     """Whether kernels for compute capability 9.0 run these, if rows begin at 16-byte boundaries."""
     if capability == HOPPER and dtype.itemsize == 2:  # torch 2.11 does not trace != of tuples
-        alike = padded_dim(head_dim) == padded_dim(v_dim)
         sizes = 40 <= min(head_dim, v_dim) and max(head_dim, v_dim) <= 256
-        return alike and sizes and head_dim % 8 == v_dim % 8 == 0
+        alike = sizes and padded_dim(head_dim) == padded_dim(v_dim)
+        return alike and head_dim % 8 == v_dim % 8 == 0
     return False
 
 
@@ -259,13 +259,15 @@ def packed_tiles_are_faster(p: AttentionProblem, backend: str) -> tuple[bool, bo
     ):
         return False, False
     if p.self_attention:
-        longest_means = PACKED_MEAN_OF_HOPPER if backend == "hopper" else PACKED_MEAN
+        forward, backward = PACKED_MEAN_OF_HOPPER if backend == "hopper" else PACKED_MEAN
+    elif backend == "hopper":
+        forward, backward = PACKED_CROSS_MEAN_OF_HOPPER
     else:
-        longest_means = PACKED_CROSS_MEAN_OF_HOPPER if backend == "hopper" else PACKED_CROSS_MEAN
+        forward, backward = PACKED_CROSS_MEAN
     rows = max(p.q_rows, p.kv_rows)
     mean = rows / max(1, p.q_segments)
-    fills_gpu = rows * p.num_kv_heads >= PACKED_ROWS_PER_SM * p.num_sms
-    return tuple(fills_gpu and mean < longest and rows < 2**31 for longest in longest_means)
+    fills_gpu = rows < 2**31 and rows * p.num_kv_heads >= PACKED_ROWS_PER_SM * p.num_sms
+    return fills_gpu and mean < forward, fills_gpu and mean < backward
 
 
 def long_key_blocks_are_faster(kv_seqlen: float | None, head_dim: int, masked: bool) -> bool:

@@ -165,10 +165,10 @@ def _select(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, params: BlockAttentionParams
 ) -> KernelChoice:
     implementation = params.implementation
-    aligned = implementation != "triton" and all(has_descriptor(x) for x in (q, k, v))
+    aligned = implementation != "triton" and all(map(has_descriptor, (q, k, v)))
     # has_descriptor ignores the stride of a single row
     if aligned and implementation == "auto" and params.batch_invariant:
-        aligned = not any(x.stride(0) * x.element_size() % 16 for x in (q, k, v))
+        aligned = not any([x.stride(0) * x.element_size() % 16 for x in (q, k, v)])
     (_, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     problem = BlockAttentionProblem(
         num_heads, num_kv_heads, head_dim, q.dtype, params.block_size, params.rotary.kind, aligned,
@@ -187,7 +187,7 @@ def _arguments(
     all tensors start at 4-byte boundaries."""
     rotary, num_segments = params.rotary, params.offsets.shape[0] - 1
     align, strides = row_and_head_strides(*x)
-    aligned = align % 2 == 0 and all(tensor.data_ptr() % 4 == 0 for tensor in x)
+    aligned = align % 2 == 0 and all([tensor.data_ptr() % 4 == 0 for tensor in x])
     options = Options(
         heads=x.q.shape[1],
         group=x.q.shape[1] // x.k.shape[1],

@@ -47,8 +47,13 @@ def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
 def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Descriptor of `[rows, H, D]`, as `heads_first`: a box is `rows` rows of a head; columns past
     D read as 0."""
-    box = _box(x.dtype, 1, rows, padded_dim(x.shape[2]))
-    return fill(TensorDescriptor, x, *heads_first(x), box)
+    shape, strides = heads_first(x)
+    return fill(TensorDescriptor, x, shape, strides, _head_box(x.dtype, rows, shape[2]))
+
+
+@functools.cache
+def _head_box(dtype: torch.dtype, rows: int, dim: int) -> Box:
+    return _box(dtype, 1, rows, padded_dim(dim))
 
 
 def heads_first(x: Tensor) -> tuple[list[int], list[int]]:

@@ -77,15 +77,16 @@ class CachedLaunches(JITFunction):
         slower. None and floats are described by their types.
 
         A kernel has tuples of the same length at the same parameters, or None there, so the types
-        of all items tell what lies in which."""
+        of all items tell what lies in which. A plain tuple that begins with an integer, such as
+        strides, has integers alone, and is described as a whole."""
         flat = []
         for x in args:
-            if isinstance(x, tuple):
-                flat += x
-            else:
+            if not isinstance(x, tuple) or (type(x) is tuple and x and type(x[0]) is int):
                 flat.append(x)
+            else:
+                flat += x
         types = tuple(map(type, flat))
-        found = self._positions.get(types) or self._find_positions(types, args)
+        found = self._positions.get(types) or self._find_positions(types, flat, args)
         tensors, specialised, described, others = found
         specialised, unaligned = specialised(flat), 0
         for x in specialised:
@@ -103,21 +104,23 @@ class CachedLaunches(JITFunction):
             *[describe(flat[i]) for i, describe in others],
         )
 
-    def _find_positions(self, types: tuple[type, ...], args: tuple) -> tuple:
+    def _find_positions(self, types: tuple[type, ...], flat: list, args: tuple) -> tuple:
         """Functions that choose the tensors, those whose alignment counts, and the descriptors
         among arguments and items of these types; and the indices of those that have more than a
         type, with functions that describe them."""
         rules = []
         for x, rule in zip(args, self._rules):
             # Triton specialises all that is in a tuple
-            rules += [(False, True, True)] * len(x) if isinstance(x, tuple) else [rule]
+            is_item = not isinstance(x, tuple) or any([x is item for item in flat])
+            rules += [rule] if is_item else [(False, True, True)] * len(x)
         tensors = [i for i, kind in enumerate(types) if kind in (torch.Tensor, torch.nn.Parameter)]
         described = [i for i, kind in enumerate(types) if issubclass(kind, Described)]
-        others = [
-            (i, _describer(rules[i]) if kind is int else _describer(rules[i]).__wrapped__)
-            for i, kind in enumerate(types)
-            if kind not in (float, type(None)) and i not in (*tensors, *described)
-        ]
+        others = []
+        for i, kind in enumerate(types):
+            if kind not in (float, type(None)) and i not in (*tensors, *described):
+                integers = kind is int or (kind is tuple and any([flat[i] is x for x in args]))
+                describe = _describer(rules[i])
+                others.append((i, describe if integers else describe.__wrapped__))
         specialised = [i for i in tensors if all(rules[i][1:])]
         chosen = _choose(tensors), _choose(specialised), _choose(described)
         return self._positions.setdefault(types, (*chosen, others))
@@ -135,8 +138,9 @@ def _choose(indices: list[int]) -> Callable:
 
 @functools.cache
 def _describer(rule: tuple[bool, bool, bool]):
-    """How Triton describes an integer. A look-up takes a fifth of the time of its function, which
-    `__wrapped__` calls for arguments of other types. Batches have ever new numbers of rows."""
+    """How Triton describes an integer, or a tuple of integers. A look-up takes a fifth of the time
+    of its function, which `__wrapped__` calls for arguments of other types. Batches have ever new
+    numbers of rows."""
     cached = functools.lru_cache(maxsize=4096)
     return cached(lambda x: specialisation(_backend(ops.current_device()), x, *rule))
 

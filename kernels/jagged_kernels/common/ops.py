@@ -7,6 +7,7 @@ a short kernel runs (autograd.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -122,11 +123,9 @@ def direct(op: Callable, args: tuple, operands: Sequence[Tensor | None]) -> Call
         or _is_tracing()
     ):
         return op
-    if not _PLAIN.issuperset(map(type, args)):
+    lists = [x for x in args if type(x) is list]
+    if not _PLAIN.issuperset(map(type, chain(args, *lists))):
         return op
-    for x in args:
-        if type(x) is list and not _PLAIN.issuperset(map(type, x)):
-            return op
     for x in operands:
         if x is not None and (x.is_neg() or x._is_zerotensor()):
             return op

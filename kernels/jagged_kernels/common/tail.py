@@ -133,7 +133,7 @@ def kept_rows(
     if offsets is None and not extra and added is None and order is None:
         if out is None:
             return x.to(dtype)
-        out[: x.shape[0]] = x
+        (out if out.shape[0] == x.shape[0] else out[: x.shape[0]]).copy_(x)
         return out
     shape = (x.shape[0], x.shape[1] + extra) if extra else x.shape
     out = x.new_empty(shape, dtype=dtype) if out is None else out

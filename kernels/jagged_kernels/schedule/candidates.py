@@ -61,9 +61,9 @@ def group_candidates(candidate_to_user: Tensor, num_users: int) -> tuple[Tensor,
     Returns:
         int64 tensors.
     """
-    num_candidates, device = candidate_to_user.shape[0], candidate_to_user.device
+    num_candidates = candidate_to_user.shape[0]
     sizes = num_users + 1, num_candidates, num_candidates
-    outputs = torch.empty(sum(sizes), dtype=torch.int64, device=device).split_with_sizes(sizes)
+    outputs = candidate_to_user.new_empty(sum(sizes), dtype=torch.int64).split_with_sizes(sizes)
     num_blocks = cdiv(num_candidates, BLOCK)
     numbers = num_candidates, num_users, num_blocks
     group_candidates_kernel[(num_blocks + cdiv(num_users + 1, BLOCK),)](

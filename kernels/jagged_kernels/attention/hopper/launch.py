@@ -97,7 +97,7 @@ def _arguments(
 def _factors(params: AttentionParams, dtype: torch.dtype) -> tuple[float, float]:
     """With the factor of weights that dropout keeps."""
     factors = activation_factors(params.activation, dtype == torch.bfloat16, params.scale)
-    return tuple(x / (1 - params.dropout_p) for x in factors)
+    return tuple([x / (1 - params.dropout_p) for x in factors])
 
 
 def _result_descriptor(x: Tensor) -> TensorDescriptor | None:
@@ -132,7 +132,7 @@ def forward(
         table, page_rows = (None, None) if pages is None else (pages.table, pages.page_rows)
         factors = _factors(params, q.dtype)
         attention_fwd_hopper_kernel[blocks](
-            head_descriptor(q, 64), *(head_descriptor(x, config.block) for x in (k, v)),
+            head_descriptor(q, 64), *[head_descriptor(x, config.block) for x in (k, v)],
             head_descriptor(out, 64, 128), num_tiles, table, segments.segments_per_group,
             _arguments(segments, tiles, params, factors, out, lse, next_tile=next_tile),
             kernel_bias(params, segments, q.shape[0]), _buckets_descriptor(params),
@@ -199,7 +199,7 @@ class _Backward:
 
     def _constants(self, config: HopperConfig, *options: Any) -> dict:
         _, dq, dk, dv, _ = self.grads
-        strides = (x.stride(0) for x in (dq, dk, dv))
+        strides = [x.stride(0) for x in (dq, dk, dv)]
         shared = self.q_shared, self.operands.q.shape[2], None
         return _launch_constants(config, self.operands, self.params, *shared, *strides, *options)
 
