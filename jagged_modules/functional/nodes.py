@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +11,10 @@ from torch import Tensor
 
 from ..dtypes import autocast_dtype
 from ..tracing import is_exporting
+
+# x, which a node has made and does not save, as its result of this shape. It is no view: torch
+# lets nobody write in place to a view that a node returns.
+reshaped_result = torch.ops.aten._unsafe_view.default
 
 
 def apply(node: Any, *inputs: Any) -> Any:
@@ -36,12 +40,6 @@ class _NoBackward:
 
     def set_materialize_grads(self, value: bool) -> None:
         pass
-
-
-def reshaped_result(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """x, which a node has made and does not save, as its result of this shape. It is no view:
-    torch lets nobody write in place to a view that a node returns."""
-    return torch.ops.aten._unsafe_view.default(x, shape)
 
 
 def release(*tensors: Tensor) -> None:
