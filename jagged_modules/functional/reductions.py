@@ -26,7 +26,7 @@ from ..scalars import check_kind, check_size
 from ..segments import check_device, check_integers, checked_offsets, values_are_checkable
 from ..validation import IMPLEMENTATIONS, check_dense, check_implementation
 from .matmul import jagged_jagged_bmm
-from .nodes import apply
+from .nodes import apply, reshaped_result
 from .operands import runs_kernels
 from .rows import check_fill, check_rows, rows_or_zeros
 
@@ -233,7 +233,8 @@ class _Sums(torch.autograd.Function):
         ctx.save_for_backward(offsets)
         ctx.rows = x.shape[0]
         blocks = _bags(x, block_offsets(offsets, SUM_BLOCK, ctx.rows))
-        return _bags(blocks, first_blocks(offsets, SUM_BLOCK))
+        sums = _bags(blocks, first_blocks(offsets, SUM_BLOCK))
+        return reshaped_result(sums, sums.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

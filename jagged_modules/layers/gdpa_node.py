@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..bias import RelativeBias
 from ..functional.attention import attention_backward, attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
-from ..functional.nodes import apply, differentiable_once, release
+from ..functional.nodes import apply, differentiable_once, release, reshaped_result
 from ..functional.tail import with_zero_tail
 from ..segments import RowSegments
 from ..tracing import as_constant
@@ -245,7 +245,9 @@ def attention_part(
         if not is_learned:
             rows = rounded_gemm_rows(rows, end, call.dtype)
         y, saved = part(rows)
-        y = y if end is None else with_zero_tail(y[: ctx.rows], end)
+        if end is not None:
+            y = y[: ctx.rows]
+            y = with_zero_tail(reshaped_result(y, y.shape), end)
         return Stream(y), [*Around(end), *saved]
     if call.residual.of_norm:  # keys and values of rows without the norm
         inputs = inputs._replace(context=inputs.x)

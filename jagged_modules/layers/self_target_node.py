@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..cpu.order import rows_back
 from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
-from ..functional.nodes import apply, differentiable_once, release
+from ..functional.nodes import apply, differentiable_once, release, reshaped_result
 from ..functional.tail import cleared, with_zero_tail
 from ..functional.target_attention import joined_segments
 from .one_node import cast, gemm_rows, in_training, linear, linear_gradients, parameters_of
@@ -79,7 +79,8 @@ class _Node(torch.autograd.Function):
         rows, shape = history.shape[0], targets.shape[:-1]
         values = rows_back(linear(h[:rows], *of_output[:2]), order.history_rows, rows)
         results = in_order(linear(h[rows:], *of_output[2:]), order.inverse)
-        results = with_zero_tail(torch.unflatten(results, 0, shape), call.given.end)
+        results = reshaped_result(results, [*shape, results.shape[1]])
+        results = with_zero_tail(results, call.given.end)
         return with_zero_tail(values, call.given.levels[0].end), results
 
     @staticmethod

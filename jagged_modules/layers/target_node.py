@@ -31,7 +31,7 @@ from ..cpu.order import by_length, rows_back
 from ..cpu.pooling import pool, pooled_gradients
 from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
-from ..functional.nodes import apply, differentiable_once, release
+from ..functional.nodes import apply, differentiable_once, release, reshaped_result
 from ..functional.tail import runs_kernels, with_zero_tail
 from ..masks import AttentionMask
 from ..segments import RowSegments, are_single, values_are_checkable
@@ -161,8 +161,8 @@ class _Node(torch.autograd.Function):
             # in blocks as the end counts them
             rows = y if shape.numel() == shape[0] else y.view(*shape, y.shape[1])
             y, end = with_zero_tail(rows, end, *uncleared).flatten(0, -2), None
-        y = first_rows(y, shape.numel()).view(*shape, y.shape[1])  # without what gemm_rows added
-        return with_zero_tail(y, end)
+        y = first_rows(y, shape.numel())  # without what gemm_rows added
+        return with_zero_tail(reshaped_result(y, [*shape, y.shape[1]]), end)
 
     @staticmethod
     @differentiable_once

@@ -13,6 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
@@ -573,6 +574,39 @@ def test_the_result_outlives_the_backward(nodes, name):
     before = out.detach().clone()
     out.sum().backward()
     assert torch.equal(out, before) and len(nodes) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "relu"])
+def test_the_result_may_be_written_to(nodes, rounded, name):
+    """Except where the backward reads it, as that of torch's ReLU."""
+    case = CASES[name]()
+
+    def run(layer, *inputs, times=torch.mul):
+        def call(*arguments, **options):
+            results = layer(*arguments, **options)
+            return tree_map(lambda x: times(x, 2) if x.requires_grad else x, results)
+
+        return case.run(call, *inputs)
+
+    expected = case.results(case.layer, run)
+    found = case.results(case.layer, lambda *inputs: run(*inputs, times=torch.Tensor.mul_))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert len(nodes) == 2
+
+
+@pytest.mark.parametrize("name", ["layer", "weights", "targets", "candidates", "rotary", "mlp"])
+def test_so_may_one_that_is_cleared_in_place(
+    nodes, rounded, only_the_device_knows, monkeypatch, name
+):
+    def zero_tail(x, end, *others):  # as on a GPU
+        for y, of in ((x, end), *others):
+            if of is not None:
+                y[int(of[-1]) :] = 0
+        return x
+
+    for module in (gdpa_node, target_node, block_attention_node, mlp_node):
+        monkeypatch.setattr(module, "with_zero_tail", zero_tail)
+    test_the_result_may_be_written_to(nodes, rounded, name)
 
 
 def test_relu_keeps_the_next_layers_input_alone(nodes):

@@ -152,6 +152,12 @@ def test_a_mean_does_not_overflow():
     assert F.jagged_mean(x, torch.tensor([0, 100])).eq(60_000).all()
 
 
+def test_sums_may_be_written_to():
+    x = torch.randn(5, 3, requires_grad=True)
+    F.jagged_sum(x, torch.tensor([0, 2, 5])).mul_(2).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2))
+
+
 def test_the_gradient_of_a_maximum_goes_to_its_first_row():
     x = torch.tensor([[1.0, 2], [3, 2], [3, 1]], requires_grad=True)
     F.jagged_max(x, torch.tensor([0, 3])).sum().backward()
