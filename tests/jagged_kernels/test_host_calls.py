@@ -121,6 +121,24 @@ def test_calls_of_a_step(name):
     assert len(found) <= most
 
 
+def test_a_schedule_is_kept_where_another_call_may_find_it():
+    """Not that of a map, whose index no other call has. But a map takes none of those that were
+    prepared, so there is a warning."""
+    layer, (x, t) = jm.JaggedTargetAttention(WIDTH, 2), torch.randn(2, 100, WIDTH)
+    t, prepared = t[: USERS * CANDIDATES, None], jm.Jagged(*history(x))
+    prepared.prepare(num_heads=2, head_dim=WIDTH // 2, queries=CANDIDATES)
+    with recorded_launches():
+        kept = jm.Jagged(*history(x))
+        layer(t, kept, candidates())
+        assert not kept.segmentation.schedules
+        index = jm.CandidateIndex.from_map(candidates(), USERS)
+        for _ in range(2):
+            layer(t, kept, index)
+        assert len(kept.segmentation.schedules) == 1
+        with pytest.warns(UserWarning, match="no schedule that Jagged.prepare built fits"):
+            layer(t, prepared, candidates())
+
+
 def test_functions_between_a_layer_and_its_launch(monkeypatch):
     """From the layer's forward to the function that launches the kernel, without the functions of
     decorators, which are called "call" and "launch"."""

@@ -111,6 +111,17 @@ def test_other_values_run_the_same_kernel(launches, kernel, change):
     assert call(kernel, **change) is call(kernel)
 
 
+def test_a_tuple_of_integers_is_described_as_a_whole(launches, kernel):
+    """As Triton describes each of them; a struct that holds one is looked into."""
+    compiled = call(kernel, size=(64, 1, 5))
+    assert call(kernel, size=(32, 1, 9)) is compiled
+    others = (64, 2, 5), (8, 1, 5), (64, 1, 16), (64, 1), ((64, 1, 5), X), ()
+    kernels = [call(kernel, size=size) for size in others]
+    assert len({id(x) for x in (compiled, *kernels)}) == 7
+    assert call(kernel, size=((64, 1, 5), X[8:])) is kernels[4]
+    assert call(kernel, size=((64, 1, 5), X[1:])) is not kernels[4]
+
+
 def test_each_device_has_its_own_kernel(launches, kernel):
     first = call(kernel)
     launches.driver.device = 1
