@@ -367,7 +367,7 @@ PARTS = dict(
         ),
         (dict(attention=[nn.ReLU()] * 4), TypeError, r"attention\[0\] must be an nn.Linear"),
         (dict(linears=[nn.Bilinear(2, 2, 2)] * 2), TypeError, r"linears\[0\] must be an nn.Linear"),
-        (dict(linears=[LowRank(WIDTH, WIDTH)] * 2), TypeError, "that computes the same, got LowRank"),
+        (dict(linears=[LowRank(WIDTH, WIDTH)] * 2), TypeError, "computes the same, got LowRank"),
         (dict(linears=[OwnLinear(WIDTH, WIDTH, 2)] * 2), TypeError, "a module that computes the s"),
         (dict(norms=[nn.BatchNorm1d(WIDTH)] * 2), ValueError, "norm1 must compute each row of wid"),
         (dict(norms=[nn.Linear(WIDTH, FFN)] * 2), ValueError, "each row of width 24 by itself, go"),
