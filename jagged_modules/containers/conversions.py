@@ -34,9 +34,10 @@ def values_and_offsets(name: str, x: Any) -> tuple[Any, Any]:
     pair: Any = x if issubclass(type(x), (tuple, list)) else ()
     if len(pair) == 2 and isinstance(pair[0], Tensor):
         return pair
+    of = f" of {', '.join(type(y).__name__ for y in pair[:3])}" if pair else ""
     raise TypeError(
         f"{name} must be a JaggedTensor, KeyedJaggedTensor, (values, offsets) pair, nested tensor"
-        f" of jagged layout or Jagged, got {type(x).__name__}"
+        f" of jagged layout or Jagged, got {type(x).__name__}{of}"
     )
 
 

@@ -308,7 +308,7 @@ class JaggedEncoder(Layer):
         """A stack with the weights of an nn.TransformerEncoder, as `JaggedEncoderLayer.from_torch`.
 
         Args:
-            module: with a norm of rows or none.
+            module: with a norm of rows or none. A layer that occurs several times does so here.
             mask: of all layers.
 
         Raises:
@@ -316,8 +316,8 @@ class JaggedEncoder(Layer):
         """
         check_kind("module", module, nn.TransformerEncoder, "an nn.TransformerEncoder")
         layers: list[Any] = list(module.layers)
-        norm = copy.deepcopy(module.norm)
-        encoder = cls([JaggedEncoderLayer.from_torch(layer, mask) for layer in layers], norm)
+        own = {layer: JaggedEncoderLayer.from_torch(layer, mask) for layer in dict.fromkeys(layers)}
+        encoder = cls([own[layer] for layer in layers], copy.deepcopy(module.norm))
         return encoder.train(module.training)
 
     @one_module

@@ -98,7 +98,7 @@ def linear_of(name: str, module: Any) -> tuple[Tensor, Tensor | None]:
                 f"{name} must have kernel_size 1, stride 1, padding 0 and groups 1, got {module}"
             )
         return module.weight[:, :, 0], module.bias
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return module.weight, module.bias
     expected = "an nn.Linear, an nn.Conv1d of single rows, or a module that computes the same"
     check_kind(name, module, nn.Module, expected)

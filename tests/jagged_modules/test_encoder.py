@@ -79,6 +79,14 @@ def test_a_stack_of_torch(norm):
     assert_equal_on_rows(own, module, padded())
 
 
+def test_a_layer_that_occurs_twice():
+    module = nn.TransformerEncoder(encoder_layer(), 1, enable_nested_tensor=False).eval()
+    module.layers.append(module.layers[0])
+    own = jm.JaggedEncoder.from_torch(module)
+    assert len(own.layers) == 2 and own.layers[0] is own.layers[1]
+    assert_equal_on_rows(own, module, padded())
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layers", [0, 2], ids=["a layer", "a stack of nested tensors"])
 def test_the_fast_path_of_torch(layers):
@@ -325,6 +333,17 @@ def test_the_original_sasrec():
     assert trained == {x for x, _ in own.named_parameters() if "out_proj" not in x}
 
 
+class LowRank(nn.Linear):
+    """Not the linear of its weight."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.a, self.b = (nn.Parameter(torch.ones(n, 2)) for n in (inputs, outputs))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.a @ self.b.T
+
+
 PARTS = dict(
     attention=[nn.Linear(WIDTH, WIDTH) for _ in "qkvo"],
     linears=(nn.Linear(WIDTH, FFN), nn.Linear(FFN, WIDTH)),
@@ -348,6 +367,7 @@ PARTS = dict(
         ),
         (dict(attention=[nn.ReLU()] * 4), TypeError, r"attention\[0\] must be an nn.Linear"),
         (dict(linears=[nn.Bilinear(2, 2, 2)] * 2), TypeError, r"linears\[0\] must be an nn.Linear"),
+        (dict(linears=[LowRank(WIDTH, WIDTH)] * 2), TypeError, "computes the same, got LowRank"),
         (dict(linears=[OwnLinear(WIDTH, WIDTH, 2)] * 2), TypeError, "a module that computes the s"),
         (dict(norms=[nn.BatchNorm1d(WIDTH)] * 2), ValueError, "norm1 must compute each row of wid"),
         (dict(norms=[nn.Linear(WIDTH, FFN)] * 2), ValueError, "each row of width 24 by itself, go"),

@@ -586,7 +586,12 @@ def bad_calls():
                     values, offsets, host_lengths=[2.0, 0, 3, 1]
                 ),
                 "x must be a JaggedTensor.*got Tensor": lambda: jm.Jagged.wrap(values),
-                "x must be a JaggedTensor.*got tuple": lambda: jm.Jagged.wrap((values, offsets, 3)),
+                "x must be a JaggedTensor.*got tuple of Tensor, Tensor, int$": lambda: (
+                    jm.Jagged.wrap((values, offsets, 3))
+                ),
+                "x must be a JaggedTensor.*got list of ndarray, Tensor$": lambda: jm.Jagged.wrap(
+                    [values.numpy(), offsets]
+                ),
                 "x must be a JaggedTensor.*got NoneType": lambda: jm.Jagged.wrap(None),
                 "num_kv_heads must be an int, got float": lambda: jagged.prepare(
                     **SIZES, num_kv_heads=1.0
