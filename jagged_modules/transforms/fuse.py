@@ -40,7 +40,6 @@ from .levels import find_level_attentions, split_levels
 from .lineage import USERS, Size, shape_of
 from .own_operators import find_segment_attentions
 from .placement import Cost, Costs, Fusion, by_cost
-from .processors import CPU, GPU
 from .ranges import (
     Guard,
     Limits,
@@ -53,12 +52,12 @@ from .ranges import (
     guard_between,
     limits_of,
 )
-from .report import Decisions, Report, cost_after, eager_calls_lose, sites
+from .report import Decisions, Report, cost_after, sites
+from .timing import MOST_BYTES, Calls, Through, Times
 
 CANDIDATES_PER_USER = 16  # assumed for the estimates if the sizes do not say
 UNKNOWN_SIZE = 4096  # assumed for sizes that depend on data
-# share of the estimated cost of the whole model. Calls that save less take as long as the model, or
-# longer
+# share of a call's time. Calls that save less take as long as the model, or longer
 WORTHWHILE = 0.01
 
 
@@ -75,6 +74,7 @@ def fuse_broadcasts(
     request_only: Sequence[str] | None = None,
     max_batch: MaxBatch = None,
     dynamic_shapes: Any = None,
+    through: Through | None = None,
 ) -> FusedModel:
     """The model with everything that depends only on a user computed once per user instead of once
     per candidate. For inference.
@@ -141,12 +141,19 @@ def fuse_broadcasts(
         batch = _batch(captured, names, given) if names else None
         placements.append(Placement(captured, batch, point, points))
     keyed = frozenset(name for name in names if is_keyed_jagged(given[name]))
-    chosen = _chosen(placements, bool(keyed))
+    chosen = [placements[i] for i in cheapest([x.costs for x in placements], WORTHWHILE)]
     for x in chosen:
-        certificate = certify(example, x.module, names, x.eps)
-        x.module.report = x.report(certificate, arguments, limits)
+        x.certificate = certify(example, x.module, names, x.eps)
+        with_eager_form(x.module)
+        x.time(example, names, chosen, through)
+    loses = all(x.runs_model or x.loses_in_eager_calls for x in chosen)
+    for x in chosen:
+        x.eager_calls_run_model = loses and not x.runs_model
+        x.module.report = x.report(arguments, limits)
+    chosen.sort(key=lambda x: x.runs_model)
     module, guard = chosen[0].module, _join(chosen, limits)
-    with_eager_form(module)
+    if guard is not None:
+        with_eager_form(module)
     with_checked_entries(module, given, names, list(arguments))
     if (replication := _replication(chosen, names, keyed, guard, given)) is not None:
         with_fallback(module, model, replication)
@@ -162,21 +169,6 @@ def _join(chosen: list[Placement], limits: Mapping[str, Limits]) -> Guard | None
     module.graph = guarded(module.graph, second.module.graph, guard, *first.users())
     module.report = replace(module.report, guard=guard, other=second.module.report)
     return guard
-
-
-def _chosen(placements: list[Placement], keyed: bool) -> list[Placement]:
-    """The placements that calls take, and which of them the model itself replaces. keyed: whether
-    the model's replicated inputs are KeyedJaggedTensors, which take longer to replicate."""
-    before = {x.point: x.plan.before.total for x in placements}
-    chosen = [placements[i] for i in cheapest([x.costs for x in placements], WORTHWHILE)]
-    for x in chosen:
-        taken = [p for p, cost in x.costs.items() if cost == min(y.costs[p] for y in chosen)]
-        saves = keyed or any(x.costs[p] < (1 - WORTHWHILE) * before[p] for p in taken)
-        x.runs_model = not saves or x.nothing_moved
-    loses = not keyed and all(x.runs_model or x.loses_in_eager_calls for x in chosen)
-    for x in chosen:
-        x.eager_calls_run_model = loses and not x.runs_model
-    return sorted(chosen, key=lambda x: x.runs_model)
 
 
 def _replication(
@@ -250,14 +242,22 @@ class Placement:
         after: the cost of the fused model.
         eps: of the coarsest dtype that the model computes in.
         costs: of the fused model at each of `points`.
+        certificate: what was checked.
+        times, eager: of calls, and of eager ones. None if nothing moved, or calls failed.
+        error: with which they failed.
         runs_model: whether the model itself is as good where this is the best placement.
         eager_calls_run_model: whether it is in eager calls.
     """
+
+    certificate: str
 
     def __init__(
         self, captured: Captured, batch: Batch | None, point: Point, points: Iterable[Point]
     ) -> None:
         self.point, self.runs_model, self.eager_calls_run_model = point, False, False
+        self.times: Times | None = None
+        self.eager: Times | None = None
+        self.error = ""
         self.eps = coarsest_eps(captured.graph)
         self.hints = _hints(captured, batch, point)
         self.plan = make_plan(captured, batch, self.hints)
@@ -277,10 +277,38 @@ class Placement:
 
     @property
     def loses_in_eager_calls(self) -> bool:
-        fusions = [x for node, x in self.decisions.fused.items() if node is x.node]
-        first = next(filter(is_tensor, self.plan.captured.graph.nodes)).meta["val"]
-        processor = CPU if first.device.type == "cpu" else GPU
-        return eager_calls_lose(self.plan.before, self.after, fusions, processor)
+        return self.eager is not None and self.eager.gain < 1
+
+    def time(
+        self,
+        example: Example,
+        names: tuple[str, ...],
+        chosen: Iterable[Placement],
+        through: Through | None,
+    ) -> None:
+        """Time calls, and decide whether they run the model. Of the sizes for which this is the
+        cheapest of the chosen placements, with the most candidates per user."""
+        points = (p for p, cost in self.costs.items() if cost == min(x.costs[p] for x in chosen))
+        saved = 0.0 if self.nothing_moved else 1 - self.after.total / self.plan.before.total
+        if not self.nothing_moved:
+            try:
+                calls = self._calls(example, names, next(points, self.point))
+                self.times, self.eager = calls.times(self.module, through)
+                saved = 1 - 1 / self.times.gain
+            except (RuntimeError, ValueError, IndexError) as error:  # no memory for so many rows
+                self.error = f"{type(error).__name__}: {error}"
+        self.runs_model = saved < WORTHWHILE
+
+    def _calls(self, example: Example, names: tuple[str, ...], point: Point) -> Calls:
+        plan = self.plan
+        device = next(filter(is_tensor, plan.captured.graph.nodes)).meta["val"].device
+        if plan.batch is None:
+            return Calls(example, (), 0, 0, device)
+        rows = plan.batch.rows
+        users, candidates = (_hints(plan.captured, plan.batch, point)[x] for x in (USERS, rows))
+        most = int(MOST_BYTES * self.hints[rows] / max(plan.before.bytes, 1))
+        fewer = min(candidates, max(most, 1))
+        return Calls(example, names, -(-users * fewer // candidates), fewer, device)
 
     def cost(self, point: Point) -> float:
         """Of the fused model for other numbers of users and candidates."""
@@ -298,16 +326,16 @@ class Placement:
         lengths, keys = self.plan.batch.bags.lengths
         return lengths.name, keys
 
-    def report(
-        self, certificate: str, arguments: Mapping[str, Any], limits: Mapping[str, Limits]
-    ) -> Report:
+    def report(self, arguments: Mapping[str, Any], limits: Mapping[str, Limits]) -> Report:
         """arguments: the example's, by name. limits: of users and candidates."""
         plan, labels = self.plan, self.plan.captured.labels
         of_sizes = ", ".join(f"{labels.get(x, x)} = {value}" for x, value in self.hints.items())
         ranges = Sizes(plan, self.decisions).ranges(arguments, limits)
         found = sites(plan.captured.graph, plan.costs, self.decisions)
-        runs = self.runs_model, self.eager_calls_run_model
-        return Report(found, plan.before, self.after, of_sizes, certificate, ranges, *runs)
+        return Report(
+            found, plan.before, self.after, of_sizes, self.certificate, ranges, self.runs_model,
+            self.eager_calls_run_model, self.times, self.eager, self.error,
+        )  # fmt: skip
 
 
 def make_plan(
