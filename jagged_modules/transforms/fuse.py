@@ -142,9 +142,18 @@ def fuse_broadcasts(
         placements.append(Placement(captured, batch, point, points))
     keyed = frozenset(name for name in names if is_keyed_jagged(given[name]))
     chosen = [placements[i] for i in cheapest([x.costs for x in placements], WORTHWHILE)]
+
+    def complete(module: fx.GraphModule, chosen: list[Placement], guard: Guard | None) -> None:
+        """What calls of `module` do besides its graph. Again, what an earlier call did is lost."""
+        module.recompile()
+        with_eager_form(module)
+        with_checked_entries(module, given, names, list(arguments))
+        if (replication := _replication(chosen, names, keyed, guard, given)) is not None:
+            with_fallback(module, model, replication)
+
     for x in chosen:
         x.certificate = certify(example, x.module, names, x.eps)
-        with_eager_form(x.module)
+        complete(x.module, [x], None)
         x.time(example, names, chosen, through)
     loses = all(x.runs_model or x.loses_in_eager_calls for x in chosen)
     for x in chosen:
@@ -152,11 +161,7 @@ def fuse_broadcasts(
         x.module.report = x.report(arguments, limits)
     chosen.sort(key=lambda x: x.runs_model)
     module, guard = chosen[0].module, _join(chosen, limits)
-    if guard is not None:
-        with_eager_form(module)
-    with_checked_entries(module, given, names, list(arguments))
-    if (replication := _replication(chosen, names, keyed, guard, given)) is not None:
-        with_fallback(module, model, replication)
+    complete(module, chosen, guard)
     return module
 
 

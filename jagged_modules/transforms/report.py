@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 from .calls import first_of, is_operator
 from .lineage import Size
 from .placement import VIEWS, Cost, Costs, Fusion
-from .timing import Times
 
 if TYPE_CHECKING:
     from .ranges import Guard
+    from .timing import Times
 
 RANGED = "users", "candidates"  # the sizes that max_batch is of
 HEADER = ("operator", "line", "decision", "rows", "MFLOP", "MB", "cost, MB")

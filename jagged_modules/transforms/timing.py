@@ -6,17 +6,19 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..tracing import rehearsal
 from .bags import select_rows
 from .capture import MAP_NAME, Example, is_keyed_jagged, map_named, named
+from .dispatch import select
 
 Through = Callable[[nn.Module], Callable[..., Any]]
 
@@ -98,16 +100,19 @@ class Calls:
             return [partial(model, *args, **kwargs), partial(graph, *args, **kwargs)]
         given, index = self._inputs()
         parameters = inspect.signature(own.forward).parameters
-        keywords = {x for x in given if parameters[x].kind is inspect.Parameter.KEYWORD_ONLY}
+        positional = [x for x in given if parameters[x].kind is inspect.Parameter.POSITIONAL_ONLY]
 
-        def call(function: Callable[..., Any], inputs: Mapping[str, Any], **others: Any) -> Any:
-            positional = [x for name, x in inputs.items() if name not in keywords]
-            return function(*positional, **{x: inputs[x] for x in keywords}, **others)
+        def call(function: Callable[..., Any], inputs: dict[str, Any], **others: Any) -> Any:
+            return function(*map(inputs.pop, positional), **inputs, **others)
+
+        leaves, spec = pytree.tree_flatten(given, is_leaf=is_keyed_jagged)
+        shared = [x in self.names for x in named(given)]
 
         def gathered() -> Any:
-            return call(model, map_named(lambda x: select_rows(x, index), given, self.names))
+            rows = (select(x, index) if own else x for x, own in zip(leaves, shared))
+            return call(model, pytree.tree_unflatten(rows, spec))
 
-        return [gathered, lambda: call(graph, given, **{MAP_NAME: index})]
+        return [gathered, lambda: call(graph, given.copy(), **{MAP_NAME: index})]
 
     def _inputs(self) -> tuple[dict[str, Any], Tensor]:
         """Of the graph: rows of the example, repeated, and the user of each candidate."""
