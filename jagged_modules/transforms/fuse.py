@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from .analysis import Analysis, analyse
-from .attention import TargetAttention, find_attentions
+from .attention import find_attentions
 from .bags import Batch, find_bags, num_rows, with_checked_entries
 from .calls import is_tensor
 from .capture import (
@@ -30,7 +30,7 @@ from .capture import (
 from .certificate import certify, coarsest_eps
 from .clean_up import clean_up
 from .compress import find_compressions
-from .din import DINAttention, find_din_attentions
+from .din import find_din_attentions
 from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
 from .eager import with_eager_form
@@ -141,7 +141,7 @@ def fuse_broadcasts(
         batch = _batch(captured, names, given) if names else None
         placements.append(Placement(captured, batch, point, points))
     keyed = frozenset(name for name in names if is_keyed_jagged(given[name]))
-    chosen = [placements[i] for i in cheapest([x.costs for x in placements], WORTHWHILE)]
+    chosen = _chosen(placements)
 
     def complete(module: fx.GraphModule, chosen: list[Placement], guard: Guard | None) -> None:
         """What calls of `module` do besides its graph. Again, what an earlier call did is lost."""
@@ -174,6 +174,11 @@ def _join(chosen: list[Placement], limits: Mapping[str, Limits]) -> Guard | None
     module.graph = guarded(module.graph, second.module.graph, guard, *first.users())
     module.report = replace(module.report, guard=guard, other=second.module.report)
     return guard
+
+
+def _chosen(placements: list[Placement]) -> list[Placement]:
+    """The placements that calls take."""
+    return [placements[i] for i in cheapest([x.costs for x in placements], WORTHWHILE)]
 
 
 def _replication(
@@ -305,15 +310,15 @@ class Placement:
         self.runs_model = saved < WORTHWHILE
 
     def _calls(self, example: Example, names: tuple[str, ...], point: Point) -> Calls:
-        plan = self.plan
-        device = next(filter(is_tensor, plan.captured.graph.nodes)).meta["val"].device
-        if plan.batch is None:
-            return Calls(example, (), 0, 0, device)
-        rows = plan.batch.rows
-        users, candidates = (_hints(plan.captured, plan.batch, point)[x] for x in (USERS, rows))
-        most = int(MOST_BYTES * self.hints[rows] / max(plan.before.bytes, 1))
+        captured, batch = self.plan.captured, self.plan.batch
+        device = next(filter(is_tensor, captured.graph.nodes)).meta["val"].device
+        if batch is None:
+            return Calls(example, (), 0, 0, frozenset(), device)
+        users, candidates = (_hints(captured, batch, point)[x] for x in (USERS, batch.rows))
+        most = int(MOST_BYTES * self.hints[batch.rows] / max(self.plan.before.bytes, 1))
         fewer = min(candidates, max(most, 1))
-        return Calls(example, names, -(-users * fewer // candidates), fewer, device)
+        users = -(-users * fewer // candidates)
+        return Calls(example, names, users, fewer, batch.offsets(example.inputs), device)
 
     def cost(self, point: Point) -> float:
         """Of the fused model for other numbers of users and candidates."""
@@ -360,7 +365,7 @@ def make_plan(
         return found, Costs(found, estimate)
 
     analysis, costs = analysed()
-    before = costs.whole(captured.graph, captured.fast)
+    before = costs.whole(captured.graph)
     if split_levels(captured.graph, analysis, estimate):
         analysis, costs = analysed()
     attentions = find_din_attentions(captured.graph, analysis, estimate).values()
@@ -377,12 +382,6 @@ def make_plan(
         **find_compressions(captured.graph, analysis),
     }
     fusions |= find_segment_attentions(captured.graph, analysis, estimate)
-    for match in fusions.values():
-        if not isinstance(match, (TargetAttention, DINAttention)) or match.hidden is None:
-            continue
-        if match.hidden.meta["val"].device.type == "cpu":
-            share = captured.share_of_true(match.hidden)
-            analysis.visible[match.node] = share if match.hidden_is_visible else 1 - share
     read_in_place = {read for match in fusions.values() for read in match.reads}
     return Plan(
         captured, batch, analysis, costs, fusions, before, place(analysis, costs, read_in_place)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from .capture import MAP_NAME, Example, is_keyed_jagged, map_named, named
 from .dispatch import select
 
 Through = Callable[[nn.Module], Callable[..., Any]]
+Call = Callable[[], Any]
 
 WARM_UPS = 2  # the first call compiles kernels, the second has its memory from a cache
 # rounds of one call of each, and the time that more of them may take, in seconds
@@ -64,6 +65,7 @@ class Calls:
         names: of entries of its inputs, with one row per candidate, of which the graph takes one
             per user.
         users, candidates: numbers of rows of the calls. Without names, they are the example's.
+        counting: names of other entries that count the candidates: offsets of bags of one id.
         device: of the inputs.
     """
 
@@ -71,33 +73,35 @@ class Calls:
     names: tuple[str, ...]
     users: int
     candidates: int
+    counting: frozenset[str]
     device: torch.device
 
     def times(self, graph: nn.Module, through: Through | None) -> tuple[Times, Times]:
         """Of the calls that decide: `through`, or on a GPU those of the device alone, as in CUDA
         graphs; else eager ones. Then of eager calls."""
-        model, sizes = self.example.model, ""
-        if self.names:
-            sizes = f" with {self.candidates} candidates of {self.users} users"
+        model = self.example.model
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             calls = self._calls(model, graph)
-            own = least_seconds(calls, self.device)
-            eager = Times(*own, f"eager calls{sizes}")
+            eager = self._times(least_seconds(*calls, self.device), "eager calls")
             if through is not None:
                 name = getattr(through, "__name__", type(through).__name__)
-                own = least_seconds(self._calls(through(model), through(graph)), self.device)
-                return Times(*own, f"calls through {name}{sizes}"), eager
+                own = self._calls(through(model), through(graph))
+                return self._times(least_seconds(*own, self.device), f"through {name}"), eager
             if self.device.type != "cuda":
                 return eager, eager
-            busy = 2 * (eager.model + eager.graph)
-            own = [device_seconds(x, self.device, busy) for x in calls]
-            return Times(*own, f"the device's time, as in CUDA graphs,{sizes}"), eager
+            busy = 2 * max(eager.model, eager.graph)
+            of_model, of_graph = (device_seconds(x, self.device, busy) for x in calls)
+            return self._times((of_model, of_graph), "of the GPU, as in CUDA graphs"), eager
 
-    def _calls(self, *both: Callable[..., Any]) -> list[Callable[[], Any]]:
+    def _times(self, seconds: tuple[float, float], calls: str) -> Times:
+        sizes = f", {self.candidates} candidates of {self.users} users" if self.names else ""
+        return Times(*seconds, calls + sizes)
+
+    def _calls(self, *both: Callable[..., Any]) -> tuple[Call, Call]:
         """Of the model, with the gathers of its inputs, and of the graph."""
         (model, graph), (own, args, kwargs) = both, self.example
         if not self.names:
-            return [partial(model, *args, **kwargs), partial(graph, *args, **kwargs)]
+            return partial(model, *args, **kwargs), partial(graph, *args, **kwargs)
         given, index = self._inputs()
         parameters = inspect.signature(own.forward).parameters
         positional = [x for x in given if parameters[x].kind is inspect.Parameter.POSITIONAL_ONLY]
@@ -112,7 +116,7 @@ class Calls:
             rows = (select(x, index) if own else x for x, own in zip(leaves, shared))
             return call(model, pytree.tree_unflatten(rows, spec))
 
-        return [gathered, lambda: call(graph, given.copy(), **{MAP_NAME: index})]
+        return gathered, lambda: call(graph, given.copy(), **{MAP_NAME: index})
 
     def _inputs(self) -> tuple[dict[str, Any], Tensor]:
         """Of the graph: rows of the example, repeated, and the user of each candidate."""
@@ -120,9 +124,10 @@ class Calls:
         entries = named(given)
         rows = _rows(entries[self.names[0]])
         others = [x for x in entries if x not in self.names and _rows(entries[x]) == rows]
-        users, candidates = torch.arange(self.users), torch.arange(self.candidates)
-        given = map_named(lambda x: _repeated(x, users % rows), given, self.names)
-        given = map_named(lambda x: _repeated(x, candidates % rows), given, others)
+        users, candidates = (torch.arange(x, device="cpu") for x in (self.users, self.candidates))
+        given = map_named(lambda x: select_rows(x, users % rows), given, self.names)
+        given = map_named(lambda x: select_rows(x, candidates % rows), given, others)
+        given = map_named(lambda x: candidates.to(x), given, self.counting)
         return given, (candidates % self.users).to(self.device)
 
 
@@ -133,37 +138,31 @@ def _rows(x: Any) -> int:
     return len(x) if isinstance(x, Tensor) and x.dim() else -1
 
 
-def _repeated(x: Any, rows: Tensor) -> Any:
-    """These rows of an input. A vector that counts its rows, as offsets of bags of one id, counts
-    on."""
-    if isinstance(x, Tensor) and torch.equal(x, torch.arange(len(x)).to(x)):
-        return torch.arange(len(rows)).to(x)
-    return select_rows(x, rows)
-
-
-def least_seconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
+def least_seconds(model: Call, graph: Call, device: torch.device) -> tuple[float, float]:
     """Of each, called in turn until the device is done: the least of at least ROUNDS, and of more
     for SECONDS. On a CPU with one thread, its own time: other programs do not count."""
     wait = torch.get_device_module(device).synchronize
-    own = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.thread_time if own else time.perf_counter
-    for call in calls * WARM_UPS:
+    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time if one_thread else time.perf_counter
+
+    def seconds(call: Call) -> float:
+        start = clock()
         call()
-    wait()
-    least, start, rounds = [math.inf] * len(calls), clock(), 0
-    while rounds < ROUNDS or clock() - start < SECONDS:
-        for position, call in enumerate(calls):
-            before = clock()
-            call()
-            wait()
-            least[position] = min(least[position], clock() - before)
-        rounds += 1
-    return least
+        wait()
+        return clock() - start
+
+    for call in (model, graph) * WARM_UPS:
+        seconds(call)
+    rounds: list[tuple[float, float]] = []
+    while len(rounds) < ROUNDS or sum(map(sum, rounds)) < SECONDS:
+        rounds.append((seconds(model), seconds(graph)))
+    of_model, of_graph = map(min, zip(*rounds))
+    return of_model, of_graph
 
 
-def device_seconds(call: Callable[[], Any], device: torch.device, busy: float) -> float:
-    """That a GPU takes for a call which was issued while it was busy, the least of ROUNDS. A call
-    that waits for the device takes as long as an eager one. busy: in seconds."""
+def device_seconds(call: Call, device: torch.device, busy: float) -> float:
+    """That a GPU takes for a call which the host issues while it is busy: the least of ROUNDS. The
+    host of a call that waits for the device issues the rest of it afterwards. busy: in seconds."""
     least = math.inf
     with torch.cuda.device(device), rehearsal():
         for _ in range(WARM_UPS):
