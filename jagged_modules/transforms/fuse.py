@@ -81,13 +81,15 @@ def fuse_broadcasts(
 
     An operator moves to the users' rows if a rule proves that its result is the same there, and if
     it is clearly cheaper by the estimated bytes, FLOPs and kernels on the model's device. All
-    others stay as they are. The model itself is not changed. A call with no fewer users than
-    candidates runs the model's own forward, and so does every call if less than 1 % of the
-    estimated cost is saved, and an eager call no larger than the estimates are for, if the host is
-    estimated to issue the model faster. On a GPU eager calls are those on the default stream: CUDA
-    graphs have the new graph. Copies of the result and exported programs always run it.
-    `.report.gain` is the estimated speed-up of calls that do, 1 if every call runs the model.
-    train() does not change what the result computes. To save it, export it: it cannot be pickled.
+    others stay as they are. The model itself is not changed. Then calls of both are timed in turn,
+    with rows of the example in the numbers of max_batch, or fewer if those would take long: for a
+    second, or five calls of each if that is longer. A call with no fewer users than candidates runs
+    the model's own forward, and so does every call if the graph saves less than 1 % of the time,
+    and an eager call no larger than the timed ones, if the graph takes longer there. On a GPU eager
+    calls are those on the default stream: CUDA graphs have the new graph. Copies of the result and
+    exported programs always run it. `.report.gain` is the speed-up of the timed calls, 1 if every
+    call runs the model. train() does not change what the result computes. To save it, export it: it
+    cannot be pickled.
 
     Args:
         model: in eval mode. torch.export must be able to capture it. It replicates the rows of
@@ -102,8 +104,9 @@ def fuse_broadcasts(
             besides. The first dimension of all these inputs is the batch. A KeyedJaggedTensor, read
             by an EmbeddingBagCollection alone, gets one sample per user. For any numbers U >= 1 and
             C >= 1 afterwards.
-        max_batch: sizes that the estimates are for, with request_only: the number of candidates C,
-            or (U, C), where U <= C, or ranges of both, ((U_min, U_max), (C_min, C_max)). By default
+        max_batch: sizes of the estimates and of the timed calls, with request_only: the number of
+            candidates C, or (U, C), where U <= C, or ranges of both,
+            ((U_min, U_max), (C_min, C_max)), of which the most candidates are timed. By default
             C is the example's and U = C / 16. Without request_only, sizes are the example's, and
             max_batch must be None. With ranges, one placement serves all if it is the cheapest at
             their ends, within 1 %. Else there are two, and each call takes one by its numbers of
@@ -111,6 +114,9 @@ def fuse_broadcasts(
         dynamic_shapes: as in torch.export. By default the first dimension of each tensor is
             dynamic. Calls with other sizes of constant dimensions, or other values of inputs that
             are no tensors, are an error, unless they run the model.
+        through: makes of a module what calls run, for instance torch.compile: the timed calls are
+            of what it makes of the model and of the graph. By default they are eager; on a GPU the
+            time is that of the device alone, as in CUDA graphs.
 
     Returns:
         A GraphModule with the parameters and buffers of the model under the same names. They are

@@ -25,7 +25,7 @@ Call = Callable[[], Any]
 
 WARM_UPS = 2  # the first call compiles kernels, the second has its memory from a cache
 # rounds of one call of each, and the time that more of them may take, in seconds
-ROUNDS, SECONDS = 3, 0.5
+ROUNDS, SECONDS = 3, 1.0
 # that a call of the model reads and writes, by estimate: more rows have the same gain
 MOST_BYTES = 8e9
 CYCLES = 2e9  # of a GPU, per second
@@ -141,7 +141,7 @@ def _rows(x: Any) -> int:
 def least_seconds(model: Call, graph: Call, device: torch.device) -> tuple[float, float]:
     """Of each, called in turn until the device is done: the least of at least ROUNDS, and of more
     for SECONDS. On a CPU with one thread, its own time: other programs do not count."""
-    wait = torch.get_device_module(device).synchronize
+    wait = partial(torch.get_device_module(device).synchronize, device)
     one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if one_thread else time.perf_counter
 
