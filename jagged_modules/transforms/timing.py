@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,47 +79,30 @@ class Calls:
     def times(self, graph: nn.Module, through: Through | None) -> tuple[Times, Times]:
         """Of the calls that decide: `through`, or on a GPU those of the device alone, as in CUDA
         graphs; else eager ones. Then of eager calls."""
-        model = self.example.model
+        model, args, kwargs = self.example
+        if self.names:
+            model, args, kwargs = LeftIn(model, self.names, self.example.inputs), *self._inputs()
+        both = model, graph
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            calls = self._calls(model, graph)
-            eager = self._times(least_seconds(*calls, self.device), "eager calls")
+            calls = [partial(x, *args, **kwargs) for x in both]
+            eager = self._times(least_seconds(calls, self.device), "eager calls")
             if through is not None:
+                calls = [partial(through(x), *args, **kwargs) for x in both]
                 name = getattr(through, "__name__", type(through).__name__)
-                own = self._calls(through(model), through(graph))
-                return self._times(least_seconds(*own, self.device), f"through {name}"), eager
+                return self._times(least_seconds(calls, self.device), f"through {name}"), eager
             if self.device.type != "cuda":
                 return eager, eager
             busy = 2 * max(eager.model, eager.graph)
-            of_model, of_graph = (device_seconds(x, self.device, busy) for x in calls)
-            return self._times((of_model, of_graph), "of the GPU, as in CUDA graphs"), eager
+            of_both = [device_seconds(x, self.device, busy) for x in calls]
+            return self._times(of_both, "of the GPU, as in CUDA graphs"), eager
 
-    def _times(self, seconds: tuple[float, float], calls: str) -> Times:
+    def _times(self, seconds: Sequence[float], calls: str) -> Times:
+        of_model, of_graph = seconds
         sizes = f", {self.candidates} candidates of {self.users} users" if self.names else ""
-        return Times(*seconds, calls + sizes)
+        return Times(of_model, of_graph, calls + sizes)
 
-    def _calls(self, *both: Callable[..., Any]) -> tuple[Call, Call]:
-        """Of the model, with the gathers of its inputs, and of the graph."""
-        (model, graph), (own, args, kwargs) = both, self.example
-        if not self.names:
-            return partial(model, *args, **kwargs), partial(graph, *args, **kwargs)
-        given, index = self._inputs()
-        parameters = inspect.signature(own.forward).parameters
-        positional = [x for x in given if parameters[x].kind is inspect.Parameter.POSITIONAL_ONLY]
-
-        def call(function: Callable[..., Any], inputs: dict[str, Any], **others: Any) -> Any:
-            return function(*map(inputs.pop, positional), **inputs, **others)
-
-        leaves, spec = pytree.tree_flatten(given, is_leaf=is_keyed_jagged)
-        shared = [x in self.names for x in named(given)]
-
-        def gathered() -> Any:
-            rows = (select(x, index) if own else x for x, own in zip(leaves, shared))
-            return call(model, pytree.tree_unflatten(rows, spec))
-
-        return gathered, lambda: call(graph, given.copy(), **{MAP_NAME: index})
-
-    def _inputs(self) -> tuple[dict[str, Any], Tensor]:
-        """Of the graph: rows of the example, repeated, and the user of each candidate."""
+    def _inputs(self) -> tuple[list[Any], dict[str, Any]]:
+        """Of the graph, by position and by name: rows of the example, repeated."""
         given = self.example.inputs
         entries = named(given)
         rows = _rows(entries[self.names[0]])
@@ -128,7 +111,32 @@ class Calls:
         given = map_named(lambda x: select_rows(x, users % rows), given, self.names)
         given = map_named(lambda x: select_rows(x, candidates % rows), given, others)
         given = map_named(lambda x: candidates.to(x), given, self.counting)
-        return given, (candidates % self.users).to(self.device)
+        given[MAP_NAME] = (candidates % self.users).to(self.device)
+        parameters = inspect.signature(self.example.model.forward).parameters.values()
+        positional = [x.name for x in parameters if x.kind is x.POSITIONAL_ONLY]
+        return [given.pop(x) for x in positional if x in given], given
+
+
+class LeftIn(nn.Module):
+    """The model, with the inputs of its new graph: it gathers the rows of users.
+
+    Args:
+        names: of entries with one row per user.
+        inputs: of an example, by the names of forward's parameters.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], inputs: dict[str, Any]) -> None:
+        super().__init__()
+        self.model, self.shared = model, [x in names for x in named(inputs)]
+        self.eval()
+
+    def forward(self, *args: Any, candidate_to_user: Tensor, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_keyed_jagged)
+        rows = [
+            select(x, candidate_to_user) if shared else x for x, shared in zip(leaves, self.shared)
+        ]
+        args, kwargs = pytree.tree_unflatten(rows, spec)
+        return self.model(*args, **kwargs)
 
 
 def _rows(x: Any) -> int:
@@ -138,7 +146,7 @@ def _rows(x: Any) -> int:
     return len(x) if isinstance(x, Tensor) and x.dim() else -1
 
 
-def least_seconds(model: Call, graph: Call, device: torch.device) -> tuple[float, float]:
+def least_seconds(calls: Sequence[Call], device: torch.device) -> list[float]:
     """Of each, called in turn until the device is done: the least of at least ROUNDS, and of more
     for SECONDS. On a CPU with one thread, its own time: other programs do not count."""
     wait = partial(torch.get_device_module(device).synchronize, device)
@@ -151,13 +159,12 @@ def least_seconds(model: Call, graph: Call, device: torch.device) -> tuple[float
         wait()
         return clock() - start
 
-    for call in (model, graph) * WARM_UPS:
+    for call in [*calls] * WARM_UPS:
         seconds(call)
-    rounds: list[tuple[float, float]] = []
+    rounds: list[list[float]] = []
     while len(rounds) < ROUNDS or sum(map(sum, rounds)) < SECONDS:
-        rounds.append((seconds(model), seconds(graph)))
-    of_model, of_graph = map(min, zip(*rounds))
-    return of_model, of_graph
+        rounds.append(list(map(seconds, calls)))
+    return list(map(min, zip(*rounds)))
 
 
 def device_seconds(call: Call, device: torch.device, busy: float) -> float:

@@ -354,6 +354,21 @@ def replayed(function: Callable[[], Any]) -> Callable[[], None]:
     return replay
 
 
+def graphs(module: Callable[..., Any]) -> Callable[..., None]:
+    """What replays a CUDA graph of the first call. All calls must have the same arguments."""
+    kept: list[Callable[[], None]] = []
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        if not kept:
+            kept.append(replayed(lambda: module(*args, **kwargs)))
+        kept[0]()
+
+    return call
+
+
+THROUGH = {EAGER: None, COMPILED: compiled, GRAPHS: graphs}
+
+
 def measured(
     public: Public, fused: nn.Module, mode: str, calls: int, device: torch.device
 ) -> tuple[float, float]:
@@ -390,7 +405,7 @@ def built(name: str, folder: Path, device: torch.device) -> tuple[Public, str]:
 
 
 def fused_for(public: Public, max_batch: Any, device: torch.device, mode: str = EAGER) -> Any:
-    through = compiled if mode == COMPILED else None
+    through = THROUGH[mode]
     example = tree_map(lambda x: x.to(device), public.inputs(EXAMPLE_ROWS, EXAMPLE_ROWS))
     return jm.transforms.fuse_broadcasts(
         public.model, example, request_only=public.shared, max_batch=max_batch, through=through
@@ -398,8 +413,7 @@ def fused_for(public: Public, max_batch: Any, device: torch.device, mode: str = 
 
 
 def reported_gain(report: Any, mode: str, device: torch.device) -> float:
-    """Of calls in this mode. On a GPU, `report.gain` is that of CUDA graphs unless it is that of
-    compiled calls."""
+    """Of calls in this mode. On a GPU, `report.gain` is never that of eager calls."""
     if mode != EAGER or device.type == "cpu" or report.runs_model:
         return report.gain
     return 1.0 if report.eager_calls_run_model else report.eager_times.gain

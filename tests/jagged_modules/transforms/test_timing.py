@@ -2,6 +2,7 @@
 
 import contextlib
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_calls_through_a_compiler_decide(monkeypatch):
 
     model = Rows()
     fused = fused_of(model, through=compiled)
-    assert seen == [model, fused]
+    assert [seen[0].model, *seen[1:]] == [model, fused]
     report = fused.report
     assert report.gain == 4 and report.eager_times.gain == 1 / 1.5
     assert report.eager_calls_run_model and not report.runs_model
@@ -137,10 +138,10 @@ def test_the_least_of_calls_in_turn(monkeypatch, rounds, seconds):
 
     clocks = types.SimpleNamespace(thread_time=lambda: now[0], perf_counter=lambda: now[0])
     monkeypatch.setattr(timing, "time", clocks)
-    found = timing.least_seconds(lambda: call("model", 3), lambda: call("graph", 1), CPU)
+    found = timing.least_seconds([lambda: call("model", 3), lambda: call("graph", 1)], CPU)
     assert calls[::2] == ["model"] * (len(calls) // 2) and {*calls[1::2]} == {"graph"}
     assert len(calls) // 2 - timing.WARM_UPS >= timing.ROUNDS
-    assert found == (pytest.approx(1.5 * seconds), pytest.approx(0.5 * seconds))
+    assert found == pytest.approx([1.5 * seconds, 0.5 * seconds])
 
 
 @pytest.mark.parametrize("threads, clock", [(1, "thread_time"), (2, "perf_counter")])
@@ -148,7 +149,7 @@ def test_which_clock(monkeypatch, threads, clock):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     seconds = iter(range(1000))
     monkeypatch.setattr(timing, "time", types.SimpleNamespace(**{clock: lambda: next(seconds)}))
-    assert timing.least_seconds(int, int, CPU) == (1, 1)
+    assert timing.least_seconds([int, int], CPU) == [1, 1]
 
 
 def test_calls_that_fail_leave_the_estimate(clock):
@@ -239,3 +240,55 @@ def test_the_time_of_a_gpu(monkeypatch):
     assert timing.device_seconds(call, torch.device("cuda"), busy=0.5) == 3e-3
     own = ["synchronize", 0.5 * timing.CYCLES, "record", "call", "record", "wait"]
     assert log == ["call"] * timing.WARM_UPS + own * timing.ROUNDS
+
+
+class OfDict(Rows):
+    def forward(self, features, *, item):
+        return super().forward(features["user"], item)
+
+
+class OfBags(Rows):
+    def __init__(self):
+        from .test_models import DIM, FEATURES, bags
+
+        super().__init__()
+        self.bags, self.user = bags(), nn.Linear(len(FEATURES) * DIM, 512)
+
+    def forward(self, user, item):
+        return super().forward(self.bags(user).values(), item)
+
+
+def example_of(kind):
+    """The inputs, and the name of the user's."""
+    user, item = torch.randn(8, 8), torch.randn(8, 4)
+    if kind is OfDict:
+        return dict(features=dict(user=user, other=torch.randn(2, 3)), item=item), "features.user"
+    if kind is OfBags:
+        from .test_models import sparse
+
+        user = sparse(8)
+    return dict(user=user, item=item), "user"
+
+
+@pytest.mark.parametrize("through", [None, partial(torch.compile, backend="eager")])
+@pytest.mark.parametrize("kind", [Rows, OfDict, OfBags])
+def test_both_calls_compute_the_same(monkeypatch, kind, through):
+    """Of 20 candidates of 3 users."""
+    if kind is OfBags:
+        pytest.importorskip("torchrec")
+    results = []
+
+    def seconds(calls, device):
+        results.append([call() for call in calls])
+        return [2.0, 1.0]
+
+    monkeypatch.setattr(timing, "least_seconds", seconds)
+    example, name = example_of(kind)
+    report = fuse_broadcasts(
+        kind().eval(), example, request_only=[name], max_batch=(3, 20), through=through
+    ).report
+    assert report.untimed == "" and report.gain == 2
+    assert len(results) == 1 + (through is not None)
+    for of_model, of_graph in results:
+        assert of_model.shape == (20, 1)
+        torch.testing.assert_close(of_model, of_graph)
