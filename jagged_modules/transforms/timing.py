@@ -53,6 +53,7 @@ class Times:
 
     @property
     def gain(self) -> float:
+        """How many times as fast as the model the graph is."""
         return self.model / self.graph
 
 

@@ -125,23 +125,25 @@ def test_calls_through_a_compiler_decide(monkeypatch):
     assert "(through compiled, 50 candidates of 3 users)" in str(report)
 
 
-@pytest.mark.parametrize("rounds, seconds", [(timing.ROUNDS, timing.SECONDS), (50, 0.01)])
-def test_the_least_of_calls_in_turn(monkeypatch, rounds, seconds):
+@pytest.mark.parametrize("seconds, is_slow", [(timing.SECONDS, True), (0.01, False)])
+def test_the_least_of_calls_in_turn(monkeypatch, seconds, is_slow):
     """ROUNDS of slow calls, SECONDS of fast ones, after others that do not count."""
-    now, calls = [0.0], []
+    now, calls = [0.0], {"model": 0, "graph": 0}
 
     def call(name, factor):
-        calls.append(name)
-        number = len(calls) // 2 - timing.WARM_UPS
+        number = calls[name] - timing.WARM_UPS
+        assert sum(calls.values()) % 2 == (name == "graph")
+        calls[name] += 1
         # warm-ups would be the least; of the others the third is
-        now[0] += factor * (1e-6 if number < 0 else seconds / 2 * (1 + abs(number - 2)))
+        now[0] += factor * (1e-6 if number < 0 else seconds * (1 + abs(number - 2)))
 
     clocks = types.SimpleNamespace(thread_time=lambda: now[0], perf_counter=lambda: now[0])
     monkeypatch.setattr(timing, "time", clocks)
-    found = timing.least_seconds([lambda: call("model", 3), lambda: call("graph", 1)], CPU)
-    assert calls[::2] == ["model"] * (len(calls) // 2) and {*calls[1::2]} == {"graph"}
-    assert len(calls) // 2 - timing.WARM_UPS >= timing.ROUNDS
-    assert found == pytest.approx([1.5 * seconds, 0.5 * seconds])
+    found = timing.least_seconds([partial(call, "model", 3), partial(call, "graph", 1)], CPU)
+    assert found == pytest.approx([3 * seconds, seconds])
+    rounds = calls["model"] - timing.WARM_UPS
+    assert rounds == calls["graph"] - timing.WARM_UPS >= timing.ROUNDS
+    assert (rounds == timing.ROUNDS) == is_slow and now[0] > timing.SECONDS
 
 
 @pytest.mark.parametrize("threads, clock", [(1, "thread_time"), (2, "perf_counter")])
