@@ -82,7 +82,7 @@ class Calls:
         graphs; else eager ones. Then of eager calls."""
         model, args, kwargs = self.example
         if self.names:
-            model, args, kwargs = LeftIn(model, self.names, self.example.inputs), *self._inputs()
+            model, (args, kwargs) = LeftIn(model, self.names, self.example.inputs), self._inputs()
         both = model, graph
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             calls = [partial(x, *args, **kwargs) for x in both]
@@ -102,7 +102,7 @@ class Calls:
         sizes = f", {self.candidates} candidates of {self.users} users" if self.names else ""
         return Times(of_model, of_graph, calls + sizes)
 
-    def _inputs(self) -> tuple[list[Any], dict[str, Any]]:
+    def _inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Of the graph, by position and by name: rows of the example, repeated."""
         given = self.example.inputs
         entries = named(given)
@@ -115,7 +115,7 @@ class Calls:
         given[MAP_NAME] = (candidates % self.users).to(self.device)
         parameters = inspect.signature(self.example.model.forward).parameters.values()
         positional = [x.name for x in parameters if x.kind is x.POSITIONAL_ONLY]
-        return [given.pop(x) for x in positional if x in given], given
+        return tuple(given.pop(x) for x in positional if x in given), given
 
 
 class LeftIn(nn.Module):
