@@ -36,6 +36,7 @@ MADE_BY_OTHERS |= {
     "transforms.Ranges",
     "transforms.Report",
     "transforms.Site",
+    "transforms.Times",
 }
 MADE_BY_OTHERS |= {
     name for name, value in CLASSES.items() if value.__module__.endswith("containers.history_cache")

@@ -32,7 +32,6 @@ class Analysis:
             not written in parts.
         whole: operators that have no lineage, but could be written in parts of which some have: the
             lineage of a part.
-        visible: of fused attentions with a mask: the share of keys that it shows.
     """
 
     lineages: dict[fx.Node, Lineage] = field(default_factory=dict)
@@ -40,7 +39,6 @@ class Analysis:
     sources: dict[fx.Node, Source] = field(default_factory=dict)
     refused: dict[fx.Node, str] = field(default_factory=dict)
     whole: dict[fx.Node, Lineage] = field(default_factory=dict)
-    visible: dict[fx.Node, float] = field(default_factory=dict)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """A node's operands with a lineage, without those that it uses in full where it moves."""

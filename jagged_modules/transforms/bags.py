@@ -266,3 +266,19 @@ class Batch:
             rows = shape_of(first_of(x.meta["val"]))[0]
             found[x] = Lineage((Map("index", self.map, 0, num_users, rows),), 0)
         return found
+
+    def offsets(self, given: Mapping[str, Any]) -> frozenset[str]:
+        """Names of the candidates' inputs that are offsets of bags of one id. given: the inputs of
+        an example."""
+        entries = named(given)
+        read = {
+            Call(x, {})["offsets"]
+            for node in self.candidates
+            for x in node.users
+            if x.target in BAGS
+        }
+        return frozenset(
+            name
+            for node, name in self.candidates.items()
+            if node in read and entries[name].tolist() == list(range(len(entries[name])))
+        )

@@ -12,19 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..scalars import check_kind
 from .lineage import Size, size_of
 
 LARGE_BATCHES = [2**i + j for i in range(10, 32) for j in (-1, 0, 1)]
 MAP_NAME = "candidate_to_user"
-FAST_PATH = (
-    torch.ops.aten._transformer_encoder_layer_fwd.default,
-    torch.ops.aten._native_multi_head_attention.default,
-)
 BATCH_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default
 # of inputs on a GPU, the conditions of its sizes by which torch chooses a kernel of cuDNN
 CUDNN_SIZES = re.compile(r"<= (880801|65535)$")
@@ -56,8 +50,6 @@ class Captured:
         inputs: the placeholders of each entry of forward's inputs, by its name: see `named`.
         hints: sizes of the example, by symbol.
         labels: where each symbol is a size, for instance "history[0]".
-        fast: attentions that calls of the model compute in torch's fast path, with a mask. The
-            graph has scaled_dot_product_attention instead.
     """
 
     module: fx.GraphModule
@@ -66,28 +58,6 @@ class Captured:
     inputs: dict[str, list[fx.Node]]
     hints: dict[Size, int]
     labels: dict[Size, str]
-    fast: list[fx.Node]
-
-    def share_of_true(self, mask: fx.Node) -> float:
-        """Of a bool value, on the example's inputs. 1 if they do not tell."""
-        entries = named(self.example.inputs)
-        tensors = {name: x for name, x in entries.items() if isinstance(x, torch.Tensor)}
-        known: dict[fx.Node, Any] = {self.inputs[name][0]: x for name, x in tensors.items()}
-
-        def value(x: fx.Node) -> Any:
-            if x not in known:
-                if x.op == "get_attr":
-                    known[x] = operator.attrgetter(str(x.target))(self.module)
-                elif callable(x.target):
-                    args, kwargs = map_arg((x.args, x.kwargs), value)
-                    known[x] = x.target(*args, **kwargs)
-            return known[x]
-
-        try:
-            with torch.no_grad():
-                return float(value(mask).double().mean())
-        except KeyError:  # it depends on candidate_to_user
-            return 1.0
 
     def add_map(self, dtype: torch.dtype, like: fx.Node) -> fx.Node:
         """An input candidate_to_user of forward, with one entry for each row of `like`."""
@@ -188,40 +158,7 @@ def captured_from(exported: torch.export.ExportedProgram, example: Example) -> C
                 if isinstance(size, torch.SymInt) and size_of(size).is_Symbol:
                     hints[size_of(size)] = size.node.hint
                     labels.setdefault(size_of(size), f"{node.meta['input']}[{dim}]")
-    fast = _fast_attentions(module.graph, example)
-    return Captured(module, module.graph, example, inputs, hints, labels, fast)
-
-
-class _FastPath(TorchDispatchMode):
-    """Counts masked attentions that torch computes in its fast path."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in FAST_PATH:
-            names = [x.name for x in func._schema.arguments]
-            given = dict(zip(names, args)) | (kwargs or {})
-            self.calls += given.get("mask") is not None
-        return func(*args, **(kwargs or {}))
-
-
-def _fast_attentions(graph: fx.Graph, example: Example) -> list[fx.Node]:
-    """`Captured.fast`. None if a call of the model shows another number of them than the graph."""
-    model, args, kwargs = example
-    if not any(
-        isinstance(x, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for x in model.modules()
-    ):
-        return []
-    attention = torch.ops.aten.scaled_dot_product_attention.default
-    found = graph.find_nodes(op="call_function", target=attention)
-    fast = _FastPath()
-    with torch.no_grad(), fast:
-        model(*args, **kwargs)
-    return list(found) if fast.calls == len(found) else []
+    return Captured(module, module.graph, example, inputs, hints, labels)
 
 
 def _drop_assertions(graph: fx.Graph) -> None:

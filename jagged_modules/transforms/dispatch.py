@@ -170,15 +170,16 @@ def _gathered(replication: Replication, given: dict[str, Any]) -> dict[str, Any]
     try:
         for name in replication.shared:
             if name in given:
-                given[name] = _select(given[name], index)
+                given[name] = select(given[name], index)
             else:
                 nested.append(name)
-        return map_named(lambda x: _select(x, index), given, nested) if nested else given
+        return map_named(lambda x: select(x, index), given, nested) if nested else given
     except IndexError:
         return None
 
 
-def _select(x: Any, index: Tensor) -> Any:
+def select(x: Any, index: Tensor) -> Any:
+    """The rows of candidates: of a tensor, or samples of a KeyedJaggedTensor."""
     return x.index_select(0, index) if isinstance(x, Tensor) else select_rows(x, index)
 
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from .analysis import Analysis, analyse
-from .attention import TargetAttention, find_attentions
+from .attention import find_attentions
 from .bags import Batch, find_bags, num_rows, with_checked_entries
 from .calls import is_tensor
 from .capture import (
@@ -30,7 +30,7 @@ from .capture import (
 from .certificate import certify, coarsest_eps
 from .clean_up import clean_up
 from .compress import find_compressions
-from .din import DINAttention, find_din_attentions
+from .din import find_din_attentions
 from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
 from .eager import with_eager_form
@@ -40,7 +40,6 @@ from .levels import find_level_attentions, split_levels
 from .lineage import USERS, Size, shape_of
 from .own_operators import find_segment_attentions
 from .placement import Cost, Costs, Fusion, by_cost
-from .processors import CPU, GPU
 from .ranges import (
     Guard,
     Limits,
@@ -53,12 +52,12 @@ from .ranges import (
     guard_between,
     limits_of,
 )
-from .report import Decisions, Report, cost_after, eager_calls_lose, sites
+from .report import Decisions, Report, cost_after, sites
+from .timing import MOST_BYTES, Calls, Through, Times
 
 CANDIDATES_PER_USER = 16  # assumed for the estimates if the sizes do not say
 UNKNOWN_SIZE = 4096  # assumed for sizes that depend on data
-# share of the estimated cost of the whole model. Calls that save less take as long as the model, or
-# longer
+# share of a call's time. Calls that save less take as long as the model, or longer
 WORTHWHILE = 0.01
 
 
@@ -75,19 +74,22 @@ def fuse_broadcasts(
     request_only: Sequence[str] | None = None,
     max_batch: MaxBatch = None,
     dynamic_shapes: Any = None,
+    through: Through | None = None,
 ) -> FusedModel:
     """The model with everything that depends only on a user computed once per user instead of once
     per candidate. For inference.
 
     An operator moves to the users' rows if a rule proves that its result is the same there, and if
     it is clearly cheaper by the estimated bytes, FLOPs and kernels on the model's device. All
-    others stay as they are. The model itself is not changed. A call with no fewer users than
-    candidates runs the model's own forward, and so does every call if less than 1 % of the
-    estimated cost is saved, and an eager call no larger than the estimates are for, if the host is
-    estimated to issue the model faster. On a GPU eager calls are those on the default stream: CUDA
-    graphs have the new graph. Copies of the result and exported programs always run it.
-    `.report.gain` is the estimated speed-up of calls that do, 1 if every call runs the model.
-    train() does not change what the result computes. To save it, export it: it cannot be pickled.
+    others stay as they are. The model itself is not changed. Then calls of both are timed in turn,
+    with rows of the example in the numbers of max_batch, or fewer if those would take long: for a
+    second, or five calls of each if that is longer. A call with no fewer users than candidates runs
+    the model's own forward, and so does every call if the graph saves less than 1 % of the time,
+    and an eager call no larger than the timed ones, if the graph takes longer there. On a GPU eager
+    calls are those on the default stream: CUDA graphs have the new graph. Copies of the result and
+    exported programs always run it. `.report.gain` is the speed-up of the timed calls, 1 if every
+    call runs the model. train() does not change what the result computes. To save it, export it: it
+    cannot be pickled.
 
     Args:
         model: in eval mode. torch.export must be able to capture it. It replicates the rows of
@@ -102,8 +104,9 @@ def fuse_broadcasts(
             besides. The first dimension of all these inputs is the batch. A KeyedJaggedTensor, read
             by an EmbeddingBagCollection alone, gets one sample per user. For any numbers U >= 1 and
             C >= 1 afterwards.
-        max_batch: sizes that the estimates are for, with request_only: the number of candidates C,
-            or (U, C), where U <= C, or ranges of both, ((U_min, U_max), (C_min, C_max)). By default
+        max_batch: sizes of the estimates and of the timed calls, with request_only: the number of
+            candidates C, or (U, C), where U <= C, or ranges of both,
+            ((U_min, U_max), (C_min, C_max)), of which the most candidates are timed. By default
             C is the example's and U = C / 16. Without request_only, sizes are the example's, and
             max_batch must be None. With ranges, one placement serves all if it is the cheapest at
             their ends, within 1 %. Else there are two, and each call takes one by its numbers of
@@ -111,6 +114,9 @@ def fuse_broadcasts(
         dynamic_shapes: as in torch.export. By default the first dimension of each tensor is
             dynamic. Calls with other sizes of constant dimensions, or other values of inputs that
             are no tensors, are an error, unless they run the model.
+        through: makes of a module what calls run, for instance torch.compile: the timed calls are
+            of what it makes of the model and of the graph. By default they are eager; on a GPU the
+            time is that of the device alone, as in CUDA graphs.
 
     Returns:
         A GraphModule with the parameters and buffers of the model under the same names. They are
@@ -141,15 +147,27 @@ def fuse_broadcasts(
         batch = _batch(captured, names, given) if names else None
         placements.append(Placement(captured, batch, point, points))
     keyed = frozenset(name for name in names if is_keyed_jagged(given[name]))
-    chosen = _chosen(placements, bool(keyed))
+    chosen = _chosen(placements)
+
+    def complete(module: fx.GraphModule, chosen: list[Placement], guard: Guard | None) -> None:
+        """What calls of `module` do besides its graph. Again, what an earlier call did is lost."""
+        module.recompile()
+        with_eager_form(module)
+        with_checked_entries(module, given, names, list(arguments))
+        if (replication := _replication(chosen, names, keyed, guard, given)) is not None:
+            with_fallback(module, model, replication)
+
     for x in chosen:
-        certificate = certify(example, x.module, names, x.eps)
-        x.module.report = x.report(certificate, arguments, limits)
+        x.certificate = certify(example, x.module, names, x.eps)
+        complete(x.module, [x], None)
+        x.time(example, names, chosen, through)
+    loses = all(x.runs_model or x.loses_in_eager_calls for x in chosen)
+    for x in chosen:
+        x.eager_calls_run_model = loses and not x.runs_model
+        x.module.report = x.report(arguments, limits)
+    chosen.sort(key=lambda x: x.runs_model)
     module, guard = chosen[0].module, _join(chosen, limits)
-    with_eager_form(module)
-    with_checked_entries(module, given, names, list(arguments))
-    if (replication := _replication(chosen, names, keyed, guard, given)) is not None:
-        with_fallback(module, model, replication)
+    complete(module, chosen, guard)
     return module
 
 
@@ -164,19 +182,9 @@ def _join(chosen: list[Placement], limits: Mapping[str, Limits]) -> Guard | None
     return guard
 
 
-def _chosen(placements: list[Placement], keyed: bool) -> list[Placement]:
-    """The placements that calls take, and which of them the model itself replaces. keyed: whether
-    the model's replicated inputs are KeyedJaggedTensors, which take longer to replicate."""
-    before = {x.point: x.plan.before.total for x in placements}
-    chosen = [placements[i] for i in cheapest([x.costs for x in placements], WORTHWHILE)]
-    for x in chosen:
-        taken = [p for p, cost in x.costs.items() if cost == min(y.costs[p] for y in chosen)]
-        saves = keyed or any(x.costs[p] < (1 - WORTHWHILE) * before[p] for p in taken)
-        x.runs_model = not saves or x.nothing_moved
-    loses = not keyed and all(x.runs_model or x.loses_in_eager_calls for x in chosen)
-    for x in chosen:
-        x.eager_calls_run_model = loses and not x.runs_model
-    return sorted(chosen, key=lambda x: x.runs_model)
+def _chosen(placements: list[Placement]) -> list[Placement]:
+    """The placements that calls take."""
+    return [placements[i] for i in cheapest([x.costs for x in placements], WORTHWHILE)]
 
 
 def _replication(
@@ -250,14 +258,22 @@ class Placement:
         after: the cost of the fused model.
         eps: of the coarsest dtype that the model computes in.
         costs: of the fused model at each of `points`.
+        certificate: what was checked.
+        times, eager: of calls, and of eager ones. None if nothing moved, or calls failed.
+        error: with which they failed.
         runs_model: whether the model itself is as good where this is the best placement.
         eager_calls_run_model: whether it is in eager calls.
     """
+
+    certificate: str
 
     def __init__(
         self, captured: Captured, batch: Batch | None, point: Point, points: Iterable[Point]
     ) -> None:
         self.point, self.runs_model, self.eager_calls_run_model = point, False, False
+        self.times: Times | None = None
+        self.eager: Times | None = None
+        self.error = ""
         self.eps = coarsest_eps(captured.graph)
         self.hints = _hints(captured, batch, point)
         self.plan = make_plan(captured, batch, self.hints)
@@ -277,10 +293,38 @@ class Placement:
 
     @property
     def loses_in_eager_calls(self) -> bool:
-        fusions = [x for node, x in self.decisions.fused.items() if node is x.node]
-        first = next(filter(is_tensor, self.plan.captured.graph.nodes)).meta["val"]
-        processor = CPU if first.device.type == "cpu" else GPU
-        return eager_calls_lose(self.plan.before, self.after, fusions, processor)
+        return self.eager is not None and self.eager.gain < 1
+
+    def time(
+        self,
+        example: Example,
+        names: tuple[str, ...],
+        chosen: Iterable[Placement],
+        through: Through | None,
+    ) -> None:
+        """Time calls, and decide whether they run the model. Of the sizes for which this is the
+        cheapest of the chosen placements, with the most candidates per user."""
+        points = (p for p, cost in self.costs.items() if cost == min(x.costs[p] for x in chosen))
+        saved = 0.0 if self.nothing_moved else 1 - self.after.total / self.plan.before.total
+        if not self.nothing_moved:
+            try:
+                calls = self._calls(example, names, next(points, self.point))
+                self.times, self.eager = calls.times(self.module, through)
+                saved = 1 - 1 / self.times.gain
+            except (RuntimeError, ValueError, IndexError) as error:  # no memory for so many rows
+                self.error = f"{type(error).__name__}: {error}"
+        self.runs_model = saved < WORTHWHILE
+
+    def _calls(self, example: Example, names: tuple[str, ...], point: Point) -> Calls:
+        captured, batch = self.plan.captured, self.plan.batch
+        device = next(filter(is_tensor, captured.graph.nodes)).meta["val"].device
+        if batch is None:
+            return Calls(example, (), 0, 0, frozenset(), device)
+        users, candidates = (_hints(captured, batch, point)[x] for x in (USERS, batch.rows))
+        most = int(MOST_BYTES * self.hints[batch.rows] / max(self.plan.before.bytes, 1))
+        fewer = min(candidates, max(most, 1))
+        users = -(-users * fewer // candidates)
+        return Calls(example, names, users, fewer, batch.offsets(example.inputs), device)
 
     def cost(self, point: Point) -> float:
         """Of the fused model for other numbers of users and candidates."""
@@ -298,16 +342,16 @@ class Placement:
         lengths, keys = self.plan.batch.bags.lengths
         return lengths.name, keys
 
-    def report(
-        self, certificate: str, arguments: Mapping[str, Any], limits: Mapping[str, Limits]
-    ) -> Report:
+    def report(self, arguments: Mapping[str, Any], limits: Mapping[str, Limits]) -> Report:
         """arguments: the example's, by name. limits: of users and candidates."""
         plan, labels = self.plan, self.plan.captured.labels
         of_sizes = ", ".join(f"{labels.get(x, x)} = {value}" for x, value in self.hints.items())
         ranges = Sizes(plan, self.decisions).ranges(arguments, limits)
         found = sites(plan.captured.graph, plan.costs, self.decisions)
-        runs = self.runs_model, self.eager_calls_run_model
-        return Report(found, plan.before, self.after, of_sizes, certificate, ranges, *runs)
+        return Report(
+            found, plan.before, self.after, of_sizes, self.certificate, ranges, self.runs_model,
+            self.eager_calls_run_model, self.times, self.eager, self.error,
+        )  # fmt: skip
 
 
 def make_plan(
@@ -327,7 +371,7 @@ def make_plan(
         return found, Costs(found, estimate)
 
     analysis, costs = analysed()
-    before = costs.whole(captured.graph, captured.fast)
+    before = costs.whole(captured.graph)
     if split_levels(captured.graph, analysis, estimate):
         analysis, costs = analysed()
     attentions = find_din_attentions(captured.graph, analysis, estimate).values()
@@ -344,12 +388,6 @@ def make_plan(
         **find_compressions(captured.graph, analysis),
     }
     fusions |= find_segment_attentions(captured.graph, analysis, estimate)
-    for match in fusions.values():
-        if not isinstance(match, (TargetAttention, DINAttention)) or match.hidden is None:
-            continue
-        if match.hidden.meta["val"].device.type == "cpu":
-            share = captured.share_of_true(match.hidden)
-            analysis.visible[match.node] = share if match.hidden_is_visible else 1 - share
     read_in_place = {read for match in fusions.values() for read in match.reads}
     return Plan(
         captured, batch, analysis, costs, fusions, before, place(analysis, costs, read_in_place)

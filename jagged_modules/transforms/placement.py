@@ -9,7 +9,7 @@ a lineage are, so the choice is a closure with costs, which a minimum cut solves
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -34,9 +34,6 @@ Fusion = TargetAttention | LevelAttention | SegmentAttention | Compression | DIN
 # of estimates of work, at least: values that were just written are read from a cache. A smaller
 # gain may be a loss
 ERROR = 0.25
-# bytes that the CPU path of DIN's attention reads and writes of each byte of hidden units for an
-# activation, if they are more than two: a sigmoid of one pass, and two passes for its result
-DIN_PASSES = dict(dice=9)
 # of the cost of an element of a softmax: in rows that fill no vector
 ONE_BY_ONE = 25
 # that a thread of torch's CUDA kernels copies at once, if slices of rows are contiguous and a
@@ -188,8 +185,7 @@ class Costs:
     def fused(self, node: fx.Node, fusion: Fusion) -> Cost:
         """Of what a fusion does for an operator that it replaces: the FLOPs, and, for its result,
         all that it reads and writes."""
-        visible = self.analysis.visible.get(fusion.node, 1.0)
-        flops = visible * self._fused_flops(node)
+        flops = self._fused_flops(node)
         if node is not fusion.node:
             return replace(self.of(node, flops, 0), kernels=0, starts=0)
         shares = {
@@ -199,30 +195,16 @@ class Costs:
         if not isinstance(fusion, DINAttention):
             flops += sum(map(self._fused_flops, fusion.products))
             attends = isinstance(fusion, (TargetAttention, LevelAttention))
-            scores = visible * self._scores(node) if attends else 0
+            scores = self._scores(node) if attends else 0
             return self.of(node, flops, read + self.bytes(node), scores=scores)
         # each product at its own rate; the first linear multiplies q ∘ k alone
         shares_of = [1 / len(fusion.mlp["features"]), *[1.0] * len(fusion.products)]
         products = [
-            self.of(x, visible * self._fused_flops(x) * share, 0)
+            self.of(x, self._fused_flops(x) * share, 0)
             for x, share in zip(fusion.products, shares_of)
         ]
         total = sum(products, self.of(node, 0, read + self.bytes(node)))
-        cost = replace(total, kernels=1, starts=total.starts / total.kernels)
-        if node.meta["val"].device.type != "cpu":
-            return cost
-        # in chunks that stay in a cache; a kernel has them in registers: q ∘ k, what q and k add to
-        # the first linear, the activations, the linears' operands and the weighted sum
-        *hidden, _ = map(self.bytes, fusion.products)
-        key, value = fusion.operands[:2]
-        cached = 2 * self.bytes(key) + self.bytes(value) + 2 * hidden[0]
-        cached += (2 + DIN_PASSES.get(fusion.mlp["activation"], 2)) * sum(hidden)
-        computed = sum(
-            CPU.elements.get(x.target, 0) * self.elements(x.meta["val"])
-            for x in fusion.activations
-            if is_tensor(x)
-        )
-        return replace(cost, work=cost.work + visible * (cached + computed))
+        return replace(total, kernels=1, starts=total.starts / total.kernels)
 
     def _scores(self, attention: fx.Node) -> float:
         """How many scores an attention, or the product with its values, has."""
@@ -260,18 +242,13 @@ class Costs:
             and self.estimate(size) * value.element_size() % VECTOR_BYTES == 0
         )
 
-    def whole(self, graph: fx.Graph, fast: Iterable[fx.Node] = ()) -> Cost:
-        """Of the captured model as it is, and of the gathers of its inputs. fast: attentions in
-        torch's fast path."""
+    def whole(self, graph: fx.Graph) -> Cost:
+        """Of the captured model as it is, and of the gathers of its inputs."""
         given = {
             x for x in self.analysis.lineages if x in self.analysis.sources or x.op == "placeholder"
         }
         costs = (self.gather(x) if x in given else self.full(x) for x in graph.nodes)
-        return sum(map(self._more_in_fast_path, fast), sum(costs, Cost()))
-
-    def _more_in_fast_path(self, attention: fx.Node) -> Cost:
-        processor = _processor(attention.meta["val"])
-        return Cost(work=self._scores(attention) * processor.masked_score)
+        return sum(costs, Cost())
 
     def _operator(self, node: fx.Node, share: Callable[[fx.Node], float]) -> Cost:
         if not is_operator(node) or not isinstance(first_of(node.meta.get("val")), torch.Tensor):

@@ -31,12 +31,8 @@ class Processor:
         vector: bytes of the columns of a GEMM that are computed together, however few are needed.
         wave: elements of a float32 GEMM that all units compute at once, and less in the same time.
         score: bytes per score of attention.
-        masked_score: bytes per score of masked attention in torch's fast path, more than in
-            scaled_dot_product_attention.
         elements: more bytes per element of the largest operand, of operators that compute more than
             they read and write.
-        call, attention, compression: bytes in the time in which the host issues an operator, and in
-            which it issues what a fusion calls, in an eager call.
     """
 
     flops: float
@@ -44,14 +40,10 @@ class Processor:
     kernel: float
     view: float
     element: float
-    call: float
-    attention: float
-    compression: float
     cache: float = math.inf
     vector: int = 1
     wave: int = 0
     score: float = 0
-    masked_score: float = 0
     elements: Mapping[Any, float] = field(default_factory=dict)
 
 
@@ -80,15 +72,8 @@ _ELEMENTS = {
 # GPU, one H200: 722 TFLOP/s of a bf16 GEMM, 67 of fp32, 4.24 TB/s of a copy, 2 µs a small kernel in
 # a CUDA graph. Element by element, index_select copied 8.4 million elements in 40 µs and cat 11.2
 # million in 34 µs: 3.8 ps each. A fp32 GEMM has tiles of 128 by 128, one for each of 132 units.
-# nn.TransformerEncoder's fast path takes 5 ns more for each score: it computes exp one by one.
-# Eager calls of bench_broadcast.py: the slow host of an H100 issued an attention with its groups in
-# the time of 60 operators, a compression in that of 15; a host that issues an operator in 8 µs is
-# assumed. One thread of the EPYC takes 10, 900 and 80 µs.
 CPU = Processor(
-    6.5, 6.5, kernel=2.5e5, view=5e4, element=0, call=2.5e5, attention=18e6, compression=1.6e6,
-    cache=16e6, vector=64, score=36, masked_score=100, elements=_ELEMENTS,
+    6.5, 6.5, kernel=2.5e5, view=5e4, element=0, cache=16e6, vector=64, score=36,
+    elements=_ELEMENTS,
 )  # fmt: skip
-GPU = Processor(
-    flops=16, flops_16_bit=170, kernel=8e6, view=0, element=16, call=34e6, attention=2e9,
-    compression=5e8, wave=132 * 128 * 128,
-)  # fmt: skip
+GPU = Processor(flops=16, flops_16_bit=170, kernel=8e6, view=0, element=16, wave=132 * 128 * 128)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +11,12 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .calls import first_of, is_operator
-from .compress import Compression
 from .lineage import Size
-from .own_operators import SegmentAttention
 from .placement import VIEWS, Cost, Costs, Fusion
-from .processors import GPU, Processor
 
 if TYPE_CHECKING:
     from .ranges import Guard
+    from .timing import Times
 
 RANGED = "users", "candidates"  # the sizes that max_batch is of
 HEADER = ("operator", "line", "decision", "rows", "MFLOP", "MB", "cost, MB")
@@ -133,22 +131,23 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Report:
-    """Printable. The sites in the order of the graph, the whole model's estimated costs, and the
-    certificate.
+    """Printable. The sites in the order of the graph, the whole model's estimated costs, by which
+    operators were placed, the certificate, and the times of calls.
 
     Attributes:
         sites: operators that read replicated rows, views left out.
-        before, after: estimated costs of the whole model, gathers included. On a CPU, fused
-            attentions leave out the share of keys that masks hide in the example. `before` is of
-            eager calls: on a CPU, torch's fast path of nn.TransformerEncoder takes longer if keys
-            are masked.
+        before, after: estimated costs of the whole model, gathers included.
         sizes: the sizes that the estimates are for.
         certificate: what was checked on the example inputs.
-        runs_model: whether every call runs the model itself, because the new graph would take about
-            as long, or longer.
-        eager_calls_run_model: whether eager calls no larger than `sizes` do, because the host would
-            take longer to issue the new graph. On a GPU those are calls on the default stream:
+        runs_model: whether every call runs the model itself, because the new graph takes about as
+            long, or longer.
+        eager_calls_run_model: whether eager calls no larger than `sizes` do, because the host takes
+            longer to issue the new graph. On a GPU those are calls on the default stream:
             torch.compile and CUDA graphs have the new graph.
+        times: of calls with rows of the example: through `through`, else on a GPU the device's, as
+            in CUDA graphs, else of eager calls. None if nothing moved, or `untimed` says why.
+        eager_times: of eager calls.
+        untimed: the error of a call.
         ranges: the sizes of each operator, and dynamic_shapes for torch.export.
         guard: where the placement of `other` runs instead. None if one is the cheapest over all
             ranges of max_batch.
@@ -163,18 +162,19 @@ class Report:
     ranges: Ranges
     runs_model: bool = False
     eager_calls_run_model: bool = False
+    times: Times | None = None
+    eager_times: Times | None = None
+    untimed: str = ""
     guard: Guard | None = None
     other: Report | None = None
 
     @property
     def gain(self) -> float:
-        """How many times as fast as the model the result is estimated to be."""
-        return 1.0 if self.runs_model or not self.after.total else 1 / (1 - self.saved)
-
-    @property
-    def saved(self) -> float:
-        """Share of the whole model's cost."""
-        return 1 - self.after.total / self.before.total if self.before.total else 0.0
+        """How many times as fast as the model the result is: by its times, or by estimated costs if
+        there are none."""
+        if self.runs_model:
+            return 1.0
+        return self.times.gain if self.times is not None else self.before.total / self.after.total
 
     def __str__(self) -> str:
         lines = _table([HEADER, *(_cells(site) for site in self.sites)])
@@ -185,11 +185,12 @@ class Report:
             f" {_change(self.before.total, self.after.total)} MB (estimates; the cost has FLOPs,"
             " kernels and slow copies as bytes)"
         )
-        lines.append(
-            "every call runs the model itself: the new graph would take about as long, or longer"
-            if self.runs_model
-            else f"estimate: {self.gain:.2f} times as fast as the model"
-        )
+        if self.times is not None:
+            lines.append(f"timed: {self.times}")
+        elif self.untimed:
+            lines.append(f"not timed, estimate: {self.gain:.2f} times as fast; {self.untimed}")
+        if self.runs_model:
+            lines.append("every call runs the model itself: the new graph is not faster")
         if self.eager_calls_run_model:
             lines.append("eager calls run the model itself: the host issues it faster")
         lines.append(f"certificate: {self.certificate}")
@@ -229,22 +230,6 @@ def cost_after(graph: fx.Graph, costs: Costs, decisions: Decisions) -> Cost:
     computed = (_after(node, costs, decisions) for node in graph.nodes if node not in sources)
     gathered = (_gathers(node, costs, decisions) for node in decisions.gathered)
     return sum((*computed, *gathered), Cost())
-
-
-def eager_calls_lose(
-    before: Cost, after: Cost, fusions: Collection[Fusion], processor: Processor
-) -> bool:
-    """Whether an eager call of the new graph, with these fusions, takes longer than the model. On a
-    GPU the slower of host and device decides. A SegmentAttention is a call of the model too."""
-    own = sum(
-        processor.compression if isinstance(x, Compression) else processor.attention
-        for x in fusions
-        if not isinstance(x, SegmentAttention)
-    )
-    of_model, of_graph = (x.kernels * processor.call for x in (before, after))
-    if processor is GPU:
-        return max(of_graph + own, after.total) > max(of_model, before.total)
-    return of_graph + own + after.work > of_model + before.work
 
 
 def _gathers(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:

@@ -86,7 +86,7 @@ def test_a_note_names_the_operator_that_cannot_be_captured(monkeypatch, graphs):
     monkeypatch.setattr(public_models, "fused_for", lambda *given: fused)
     monkeypatch.setattr(public_models, "measured", measured)
     options = argparse.Namespace(
-        folder=None, device=None, report=False, calls=1, mode=["graphs", "eager"]
+        folder=None, device=torch.device("cpu"), report=False, calls=1, mode=["graphs", "eager"]
     )
     cells = public_models.timed_cells("A", options)
-    assert cells[2:] == ["1.50", "–", "–", "2.00", "4 → 2", "the model runs; no CUDA graph"]
+    assert cells[2:] == ["1.50", "–", "–", "1.50", "2.00", "4 → 2", "the model runs; no CUDA graph"]

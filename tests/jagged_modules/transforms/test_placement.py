@@ -2,7 +2,6 @@
 that are copied one by one."""
 
 import copy
-import functools
 from functools import partial
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 
 from jagged_modules.transforms import fuse_broadcasts, placement
 from jagged_modules.transforms.analysis import Analysis
-from jagged_modules.transforms.capture import Example, evaluate, export
+from jagged_modules.transforms.capture import evaluate
 from jagged_modules.transforms.clean_up import clean_up
 
 pytest.importorskip("torchrec")
@@ -279,61 +278,6 @@ def test_reshapes_cost_nothing_where_a_view_has_the_shape():
     costs = placement.Costs(Analysis(), partial(evaluate, hints=captured.hints, unknown=1))
     reshapes = [x for x in captured.graph.nodes if x.target in placement.TO_SHAPE]
     assert [costs.full(x).bytes for x in reshapes] == [0, 2 * 4 * 4 * 80]
-
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-
-    def forward(self, user, item):
-        hidden = torch.zeros(user.shape[:2]).masked_fill(user[:, :, 0] > 1, -torch.inf)
-        return self.encoder(user + item[:, None], src_key_padding_mask=hidden)
-
-
-def test_estimates_of_the_model_know_torchs_fast_path(monkeypatch):
-    exported = functools.cache(lambda: export(Example(model, inputs, {}), None, ("user",)))
-    monkeypatch.setattr("jagged_modules.transforms.fuse.export", lambda *_: exported())
-    model, inputs = Encoder().eval(), (torch.randn(8, 5, 16), torch.randn(8, 16))
-    options = dict(request_only=("user",), max_batch=(USERS, CANDIDATES))
-    fast = fuse_broadcasts(model, inputs, **options).report
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        slow = fuse_broadcasts(model, inputs, **options).report
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-    scores = CANDIDATES * 2 * 5 * 5
-    assert fast.before.work - slow.before.work == placement.CPU.masked_score * scores
-    assert fast.after == slow.after
-
-
-class Scored(nn.Module):
-    """DIN's attention, whose mask hides events."""
-
-    def __init__(self):
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
-
-    def forward(self, history, length, item):
-        q = item[:, None].expand_as(history)
-        scores = self.mlp(torch.cat([q, history, q - history, q * history], -1))
-        mask = torch.arange(20) < length[:, None]
-        return (scores * mask[..., None] * history).sum(1)
-
-
-def test_keys_that_the_example_hides_are_not_counted():
-    reports = []
-    for length in (20, 5):
-        example = torch.randn(8, 20, 16), torch.full((8,), length), torch.randn(8, 16)
-        fused = fuse_broadcasts(
-            Scored().eval(), example, request_only=["history", "length"], max_batch=(8, 1000)
-        )
-        reports.append(fused.report)
-    before, after = ({x.before.flops for x in reports}, [x.after.flops for x in reports])
-    pairs = 1000 * 20 * 2 * (16 * 32 + 32)  # of q ∘ k and of the second layer
-    assert len(before) == 1 and after == [pairs, pairs * 5 / 20]
-    assert reports[1].gain > 2 * reports[0].gain
 
 
 def test_columns_of_a_single_field_are_parts():

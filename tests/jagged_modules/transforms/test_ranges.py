@@ -199,8 +199,8 @@ def placements(monkeypatch):
     """All placements of the last fused model, and the chosen ones."""
     found, choose = {}, fuse._chosen
 
-    def chosen(every, keyed):
-        found.update(all=every, chosen=choose(every, keyed))
+    def chosen(every):
+        found.update(all=every, chosen=choose(every))
         return found["chosen"]
 
     monkeypatch.setattr(fuse, "_chosen", chosen)

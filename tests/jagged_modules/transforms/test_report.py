@@ -81,7 +81,6 @@ def test_products_that_a_compression_replaces(of_user, of_item, mflop):
     )
     read = 4 * (8 * (of_user + of_item) + 64 * (USERS * of_user + CANDIDATES * of_item))
     assert report.after.bytes == read + 4 * CANDIDATES * 8 * 64
-    assert report.saved == 1 - report.after.total / report.before.total
 
 
 def test_products_that_an_attention_replaces():
@@ -186,7 +185,6 @@ def test_the_gain_of_gemms_is_that_of_their_flops(depth):
     assert report.before.flops / report.after.flops == rows_before / rows_after
     assert report.gain == pytest.approx(rows_before / rows_after, rel=0.15)
     assert report.gain == pytest.approx(report.before.total / report.after.total)
-    assert f"estimate: {report.gain:.2f} times as fast as the model" in str(report)
 
 
 def test_a_gather_to_an_inner_level_has_the_rows_of_this_level():
