@@ -274,7 +274,8 @@ def _fix_attention(dtype: str, o: dict) -> None:
         o["mask"] = None
     if operands == "kv shared" or operands == "q shared" or operands.endswith("groups"):
         o["schedule"] = False  # callers cannot build schedules for these operands
-    if o.get("query_tensors") == "one tensor":
+    if o.get("query_tensors") == "one tensor" or "query_tensors" in o and o["dropout_p"]:
+        # dropout counts rows of the output: candidates' follow those behind the users' end
         o["behind"] = 0
     if o["behind"] and "schedule" in o:
         o["schedule"] = False  # its host lengths say where the last segment ends

@@ -317,7 +317,7 @@ class Jagged(Queries):
     def parsed(self, name: str) -> RowSegments:
         """The segments as layers and operators take them, on the values' device; parsed once.
         Errors call the container `name`."""
-        offsets, rows, device = self.offsets, self.values.shape[0], self.values.device
+        offsets, rows, device = self.offsets, self.num_rows, self.device
         if is_recording(device):
             return parse_segments(f"{possessive(name)} offsets", offsets, rows, device)
         segmentation = self.segmentation

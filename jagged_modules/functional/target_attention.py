@@ -185,7 +185,8 @@ def self_target_attention(
         options: keyword arguments of `jagged_attention`. Mask and bias are those of q_user's rows:
             candidates see the whole history, without a bias, and the mask has no num_targets. A
             tensor output_scale is `[2 · B]`, first the factors of q_user's segments. A schedule is
-            built for the lengths of q_user's segments followed by those of q_candidates.
+            built for the lengths of q_user's segments followed by those of q_candidates. Dropout
+            counts the rows of both results as one, with those of q_user behind the last segment.
 
     Returns:
         `[L, H, Dv]` and `[C, H, Dv]`, views of one tensor.

@@ -27,6 +27,15 @@ def is_in_pages(kv: jm.HistoryCache) -> bool:
     return all(isinstance(x, PagedRows) and "values" not in vars(x) for x in kv.layers)
 
 
+def test_parsing_segments_copies_no_row():
+    layer, timeline = layers()["target"]().double(), Timeline([HISTORIES], TARGETS)
+    cache = jm.PagedHistoryCache(layer, 2**24, PAGE)
+    cache.put(list("abcde"), jagged(timeline.take(timeline.rows, 0)))
+    kv = cache.select(list("abcde"))
+    kv.layers[0].parsed("history")
+    assert is_in_pages(kv)
+
+
 # -- scores ----------------------------------------------------------------------------------------
 
 
