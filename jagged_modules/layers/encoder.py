@@ -22,6 +22,7 @@ from .from_torch import (
     activation_of,
     checked_attention,
     joined,
+    like,
     linear_of,
     load,
     load_attention,
@@ -123,7 +124,7 @@ class JaggedEncoderLayer(Layer):
     ) -> Self:
         """A layer with the weights of an nn.TransformerEncoderLayer, in its mode, on its device. In
         eval mode its results are those of the module's real rows. In training, its dropout draws
-        other random numbers.
+        other random numbers. The layer is frozen if the module is.
 
         Args:
             module: with an activation that the constructor has. A bias that it does not have is one
@@ -158,7 +159,7 @@ class JaggedEncoderLayer(Layer):
         dropout: float | None = None,
     ) -> Self:
         """A layer with the weights of the modules of an encoder layer that is not torch's, in their
-        mode, on their device.
+        mode, on their device, frozen if all of them are.
 
         Args:
             attention: an nn.MultiheadAttention, or linears: of queries, keys and values in this
@@ -199,8 +200,8 @@ class JaggedEncoderLayer(Layer):
             activation = activation_of("activation", activation)
         *ups, down = (linear_of(f"linears[{i}]", linear) for i, linear in enumerate(linears))
         up, up_bias = joined(ups)
-        norms = [torch_norm(f"norm{i}", norm, up.shape[1]) for i, norm in enumerate(norms, 1)]
-        options = norm_of(norms)
+        own_norms = [torch_norm(f"norm{i}", norm, up.shape[1]) for i, norm in enumerate(norms, 1)]
+        options = norm_of(own_norms)
         layer = cls(
             up.shape[1],
             num_heads,
@@ -219,11 +220,12 @@ class JaggedEncoderLayer(Layer):
         load(layer.linear1, up, up_bias)
         load(layer.linear2, *down)
         if options:
-            for own, given in zip((layer.norm1, layer.norm2), norms):
+            for own, given in zip((layer.norm1, layer.norm2), own_norms):
                 load_norm(own, given)
         else:
-            layer.norm1, layer.norm2 = (copy.deepcopy(norm) for norm in norms)
-        return layer.train(linears[0].training)
+            layer.norm1, layer.norm2 = (copy.deepcopy(norm) for norm in own_norms)
+        parts = [attention] if isinstance(attention, nn.Module) else attention
+        return like(layer, *linears, *parts, *norms)
 
     @one_module
     def forward(self, x: C, num_targets: Tensor | None = None) -> C:

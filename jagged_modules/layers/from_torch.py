@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.nn import functional as nnf
 from ..activations import POINTWISE
 from ..scalars import check_kind
 
+L = TypeVar("L", bound=nn.Module)
 EPS_NAMES = "eps", "variance_epsilon", "epsilon"  # of norms that are not torch's
 
 
@@ -35,6 +36,13 @@ def place(module: nn.Module) -> dict[str, Any]:
     """Device and dtype of a module's parameters."""
     parameter = next(module.parameters())
     return dict(device=parameter.device, dtype=parameter.dtype)
+
+
+def like(layer: L, *modules: nn.Module) -> L:
+    """The layer in the mode of the first of the modules, and frozen if all their parameters are."""
+    if not any(x.requires_grad for module in modules for x in module.parameters()):
+        layer.requires_grad_(False)
+    return layer.train(modules[0].training)
 
 
 def load(target: nn.Module, weight: Tensor, bias: Tensor | None) -> None:

@@ -27,7 +27,7 @@ from ..segments import RowSegments
 from ..tracing import as_constant, through_call
 from ..validation import resolve_head_dim
 from .cached_projections import CachesProjection
-from .from_torch import checked_attention, load_attention, place
+from .from_torch import checked_attention, like, load_attention, place
 from .gdpa_config import GDPAConfig
 from .gdpa_node import Sides, gdpa_dtype, gdpa_node
 from .invariant import fixed_module
@@ -154,7 +154,7 @@ class JaggedGDPA(CachesProjection):
         where = place(module)
         layer = cls(given.embed_dim, given.num_heads, "softmax", mask, config, **where)
         load_attention(layer, module)
-        return layer.train(module.training)
+        return like(layer, module)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a layer built on the meta

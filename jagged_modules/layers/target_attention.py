@@ -22,7 +22,7 @@ from ..scalars import check_choice, check_number, check_size
 from ..tracing import through_call
 from ..validation import resolve_head_dim
 from .cached_projections import CachesProjection, cached_operands
-from .from_torch import checked_attention, load_attention, place
+from .from_torch import checked_attention, like, load_attention, place
 from .invariant import fixed_module
 from .keywords import name_keywords
 from .one_node import cast_linears, in_training, node_dtype
@@ -102,7 +102,8 @@ class JaggedTargetAttention(CachesProjection):
     def from_torch(cls, module: nn.MultiheadAttention) -> Self:
         """A layer with the weights of an nn.MultiheadAttention, in its mode, on its device. In eval
         mode its results are those of the module, whose keys and values are the history. The
-        module's dropout is `attention_dropout`: in training, it draws other random numbers.
+        module's dropout is `attention_dropout`: in training, it draws other random numbers. The
+        layer is frozen if the module is.
 
         Args:
             module: whose keys and values have its embed_dim. A bias that it does not have is one of
@@ -115,7 +116,7 @@ class JaggedTargetAttention(CachesProjection):
         where, dropout = place(module), given.dropout
         layer = cls(given.embed_dim, given.num_heads, attention_dropout=dropout, **where)
         load_attention(layer, module)
-        return layer.train(module.training)
+        return like(layer, module)
 
     @through_call
     def score(

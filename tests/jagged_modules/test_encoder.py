@@ -398,6 +398,21 @@ def test_attention_of_torch(bias):
     torch.testing.assert_close(own(rows_of(x)).values, expected[~PADDING])
 
 
+def test_layers_of_frozen_modules_are_frozen():
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    makers = {
+        jm.JaggedEncoderLayer.from_torch: encoder,
+        jm.JaggedTargetAttention.from_torch: encoder.self_attn,
+        jm.JaggedGDPA.from_torch: encoder.self_attn,
+    }
+    for trains in (True, False):
+        encoder.requires_grad_(trains)
+        for make, module in makers.items():
+            assert all(x.requires_grad == trains for x in make(module).parameters())
+    encoder.norm1.requires_grad_(True)
+    assert all(x.requires_grad for x in jm.JaggedEncoderLayer.from_torch(encoder).parameters())
+
+
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_swiglu_and_norms(norm, norm_first):
