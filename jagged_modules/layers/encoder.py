@@ -20,6 +20,7 @@ from ..tracing import one_module
 from .encoder_node import QUERIES, encoder_dtype, encoder_node
 from .from_torch import (
     activation_of,
+    check_torchs,
     checked_attention,
     joined,
     like,
@@ -134,7 +135,7 @@ class JaggedEncoderLayer(Layer):
         Raises:
             TypeError, ValueError: another kind of module, or options that this layer does not have.
         """
-        check_kind("module", module, nn.TransformerEncoderLayer, "an nn.TransformerEncoderLayer")
+        check_torchs(module, nn.TransformerEncoderLayer)
         return cls.from_parts(
             module.self_attn,
             (module.linear1, module.linear2),
@@ -316,7 +317,7 @@ class JaggedEncoder(Layer):
         Raises:
             TypeError, ValueError: as `JaggedEncoderLayer.from_torch`.
         """
-        check_kind("module", module, nn.TransformerEncoder, "an nn.TransformerEncoder")
+        check_torchs(module, nn.TransformerEncoder)
         layers: list[Any] = list(module.layers)
         own = {layer: JaggedEncoderLayer.from_torch(layer, mask) for layer in dict.fromkeys(layers)}
         encoder = cls([own[layer] for layer in layers], copy.deepcopy(module.norm))

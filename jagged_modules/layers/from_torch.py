@@ -17,10 +17,18 @@ L = TypeVar("L", bound=nn.Module)
 EPS_NAMES = "eps", "variance_epsilon", "epsilon"  # of norms that are not torch's
 
 
+def check_torchs(module: Any, kind: Any) -> None:
+    """TypeError unless the module computes what this class of torch does."""
+    expected = f"an nn.{kind.__name__}"
+    check_kind("module", module, kind, expected)
+    if type(module).forward is not kind.forward:
+        raise TypeError(f"module must have the forward of {expected}, got {type(module).__name__}")
+
+
 def checked_attention(module: Any) -> Any:
     """The module, whose attributes torch does not annotate; TypeError or ValueError unless the
     layers here compute what this nn.MultiheadAttention does."""
-    check_kind("module", module, nn.MultiheadAttention, "an nn.MultiheadAttention")
+    check_torchs(module, nn.MultiheadAttention)
     if not module._qkv_same_embed_dim:
         raise ValueError(
             f"kdim and vdim must be embed_dim, {module.embed_dim}, got {module.kdim} and"

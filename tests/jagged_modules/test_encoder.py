@@ -455,6 +455,11 @@ def test_dropout_is_reproducible_and_every_parameter_learns():
     assert all(parameter.grad.any() for parameter in layer.parameters())
 
 
+class OwnAttention(nn.MultiheadAttention):
+    def forward(self, query, key, value, **options):
+        return super().forward(query, key, 2 * value, **options)
+
+
 def test_a_nan_stays_in_its_segment():
     encoder = jm.JaggedEncoder([jm.JaggedEncoderLayer(WIDTH, HEADS, FFN) for _ in range(2)])
     x, offsets = torch.randn(9, WIDTH), torch.tensor([0, 4, 4, 9])
@@ -482,6 +487,11 @@ def test_a_nan_stays_in_its_segment():
             lambda: jm.JaggedEncoderLayer.from_torch(nn.Linear(2, 2)),
             TypeError,
             "module must be an nn.TransformerEncoderLayer, got Linear",
+        ),
+        (
+            lambda: jm.JaggedTargetAttention.from_torch(OwnAttention(8, 2)),
+            TypeError,
+            "module must have the forward of an nn.MultiheadAttention, got OwnAttention",
         ),
         (
             lambda: jm.JaggedEncoderLayer.from_torch(encoder_layer(activation=torch.tanh)),
