@@ -217,11 +217,12 @@ def figures_of_the_server(record: dict) -> list[str]:
         rows.append(f"| {way} | {' | '.join(cells)} |")
     if soak := record.get("soak"):
         lost = sum(x["refused"] + x["late"] + x["failed"] for x in soak)
+        length = "1 minute" if len(soak) == 1 else f"{len(soak)} minutes"
+        end = f" and {soak[-1]['memory_mb']:,.0f} MB at the end" if len(soak) > 1 else ""
         rows.append(
-            f"A soak of {len(soak)} minutes at {soak[0]['rate']:,.0f} requests/s: p99 at most"
+            f"A soak of {length} at {soak[0]['rate']:,.0f} requests/s: p99 at most"
             f" {max(x['p99_ms'] for x in soak):.1f} ms, {lost} requests not answered, memory of the"
-            f" process {soak[0]['memory_mb']:,.0f} MB after the first minute and"
-            f" {soak[-1]['memory_mb']:,.0f} MB at the end."
+            f" process {soak[0]['memory_mb']:,.0f} MB after the first minute{end}."
         )
     return rows
 
@@ -351,15 +352,23 @@ def test_dins_table():
 
 
 def test_free_running_steps():
-    """Those of the guide to performance: kept objects, new ones, on the host, padded, graphed."""
+    """Those of the guide to performance: kept objects, new ones, on the host, graphed, padded."""
     rows = {
-        row["implementation"]: f"{row['forward_backward_ms']:.2f}"
+        (row["case"].partition(" ")[0], row["implementation"]): row["forward_backward_ms"]
         for row in read(H200)["rows"]
-        if row["table"] == "free-running training steps" and row["case"].startswith("B512")
+        if row["table"] == "free-running training steps"
     }
     text = (ROOT / "docs/guides/performance.md").read_text(encoding="utf-8")
-    sentence = text.partition("free-running`")[2].partition("\n\n")[0]
+    sentence, _, table = text.partition("free-running`")[2].partition("\n|")
     forms = [", the same objects", "", ", offsets and map on the host", ", graphed"]
-    same, new, host, graphed = (rows[f"JaggedTargetAttention{form}"] for form in forms)
-    stated = re.findall(r"\d\.\d\d", sentence)
-    assert stated == [same, new, host, rows["nn.MultiheadAttention, padded"], graphed]
+    names = [*(f"JaggedTargetAttention{form}" for form in forms), "nn.MultiheadAttention, padded"]
+    longer = []
+    for users in 64, 512:
+        (line,) = re.findall(rf"^\| {users} × \d+, 1 to .*?\| (.*) \|$", table, re.MULTILINE)
+        *jagged, graphed, padded = (rows[f"B{users}", name] for name in names)
+        times = [f"{x:.2f}" for x in (*jagged, graphed, padded)]
+        assert line.replace("*", "").split(" | ") == times
+        assert graphed < padded / 2
+        longer += [round(100 * (x / padded - 1)) for x in jagged]
+    stated = re.findall(r"(\d+) to (\d+) % longer", sentence)
+    assert stated == [(str(min(longer)), str(max(longer)))]
