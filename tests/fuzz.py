@@ -91,11 +91,8 @@ def serve() -> None:
     for line in sys.stdin:
         failure = run_case(Case.from_json(line))
         print(json.dumps(failure), file=responses, flush=True)
-        if torch.cuda.is_initialized():
-            if failure is not None and "CUDA" in failure["message"]:
-                os._exit(1)  # the context may be unusable
-            if torch.cuda.memory_reserved() > RESERVED_BYTES:
-                torch.cuda.empty_cache()
+        if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > RESERVED_BYTES:
+            torch.cuda.empty_cache()
 
 
 class Worker:
@@ -129,7 +126,11 @@ class Worker:
             self.stop()
             return Failure(case, kind, message)
         failure = json.loads(response)
-        return None if failure is None else Failure(case, **failure)
+        if failure is None:
+            return None
+        if "CUDA" in failure["message"]:
+            self.stop()  # its context may be unusable
+        return Failure(case, **failure)
 
     def _start(self, device: str) -> None:
         environment = os.environ | dict(

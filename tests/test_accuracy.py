@@ -12,6 +12,7 @@ from typing import NamedTuple
 import accuracy
 import pytest
 import torch
+from accuracy.dropout import Dropout
 
 import jagged_modules as jm
 from jagged_modules.bias import position_index, time_buckets
@@ -223,6 +224,110 @@ def test_one_rounding_too_many_is_rejected(name, names, dtype, activation):
     for seed in SEEDS:
         worst = worst_of_attention(seed, dtype, arithmetic, activation, **changes)
         assert any(worst[result] > 1 for result in names), worst
+
+
+# -- block attention with rotary and dropout -------------------------------------------------------
+
+LENGTHS, BLOCK, BLOCK_DIM = [287, 285, 3, 173], 32, 4
+
+
+class BlockChanges(NamedTuple):
+    """Changes to the arithmetic of block attention.
+
+    operand is applied to rotated q and k after their rounding, score to S, delta to
+    rowsum(P ∘ dP), and gradient to dq and dk before they are rotated back. tile: positions are
+    counted from the start of a tile of this number of rows. turn: the sign of the rotation back.
+    """
+
+    operand: Callable = lambda x: x
+    score: Callable = lambda x: x
+    delta: Callable = lambda x: x
+    gradient: Callable = lambda x: x
+    tile: int = 64
+    turn: int = -1
+
+
+def rotated_pairs(x, cos, sin):
+    even, odd = x[..., ::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+
+
+def attend_in_blocks(q, k, v, do, rotary, dropout, changes):
+    """Gradients of block attention as kernels compute them, block by block in fp32. dropout:
+    1 / (1 - p) or 0 for rows of a block."""
+    dtype, results = q.dtype, [torch.zeros(q.shape) for _ in range(3)]
+    starts = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+    for start, end in zip(starts, starts[1:]):
+        for rows in torch.arange(start, end).split(BLOCK):
+            positions = (rows - start) % changes.tile
+            cos, sin = (table[positions][:, None] for table in (rotary.cos, rotary.sin))
+            of_block = [x[rows].float() for x in (q, k, v, do)]
+            of_block[:2] = (
+                changes.operand(rotated_pairs(x, cos, sin).to(dtype).float()) for x in of_block[:2]
+            )
+            qb, kb, vb, dob = (x.transpose(0, 1) for x in of_block)
+            scores = changes.score(qb @ kb.mT * BLOCK_DIM**-0.5)
+            p, factors = scores.softmax(-1), dropout(rows)
+            dp = dob @ vb.mT * factors
+            delta = changes.delta((p * dp).sum(-1, keepdim=True))
+            ds = (p * (dp - delta) * BLOCK_DIM**-0.5).to(dtype).float()
+            found = ds @ kb, ds.mT @ qb, (p * factors).to(dtype).float().mT @ dob
+            for i, (total, x) in enumerate(zip(results, found)):
+                x = x.transpose(0, 1)
+                if i < 2:
+                    x = rotated_pairs(changes.gradient(x), cos, changes.turn * sin)
+                total[rows] = x
+    return dict(zip(("dq", "dk", "dv"), (x.to(dtype) for x in results)))
+
+
+def worst_of_blocks(seed, dtype, p, **changes):
+    """As `worst_of_attention`."""
+    torch.manual_seed(seed)
+    q, k, v, do = (torch.randn(sum(LENGTHS), HEADS, BLOCK_DIM).to(dtype) for _ in range(4))
+    rotary = jm.Rotary.from_frequencies(BLOCK_DIM, max(LENGTHS))
+    dropout_seed = torch.randint(2**62, ()) if p else None
+    bounds = accuracy.block_attention(
+        q, k, v, do, torch.tensor([0, *LENGTHS]).cumsum(0), block_size=BLOCK, rotary=rotary,
+        dropout_p=p, dropout_seed=dropout_seed, arithmetic=accuracy.KERNELS,
+    )  # fmt: skip
+
+    def dropout(rows):
+        if not p:
+            return 1.0
+        of_block = Dropout.of(p, dropout_seed, [rows], sum(LENGTHS))
+        return of_block.factors(rows[None], len(rows), HEADS, HEADS).float()
+
+    actual = attend_in_blocks(q, k, v, do, rotary, dropout, BlockChanges(**changes))
+    return {name: max(accuracy.compare(actual[name], bounds[name], name)) for name in actual}
+
+
+@pytest.mark.parametrize("tile", [BLOCK, 64, 512])
+@pytest.mark.parametrize("p", [0, 0.5, 0.999])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_positions_from_any_row_are_accepted(dtype, p, tile):
+    """With much dropout, a row of dk is one pair's. Its small components have the roundings of its
+    large ones at another angle, and the whole row those of one row of q."""
+    for seed in SEEDS:
+        worst = worst_of_blocks(seed, dtype, p, tile=tile)
+        assert max(worst.values()) <= 1, worst
+
+
+BLOCK_MUTANTS = {  # changes, results that must be rejected in fp16
+    "rotated further": (dict(turn=1), ["dq", "dk"]),
+    "rowsum(P ∘ dP) left out": (dict(delta=torch.zeros_like), ["dq", "dk"]),
+    "scores in bf16": (dict(score=rounded_to(torch.bfloat16)), ["dq", "dk", "dv"]),
+    "bf16 before the rotation back": (dict(gradient=rounded_to(torch.bfloat16)), ["dq", "dk"]),
+    "q and k rounded to bf16": (dict(operand=rounded_to(torch.bfloat16)), ["dq", "dk", "dv"]),
+}
+
+
+@pytest.mark.parametrize("p", [0, 0.5])
+@pytest.mark.parametrize("mutant", BLOCK_MUTANTS)
+def test_mutants_of_block_attention_are_rejected(mutant, p):
+    changes, names = BLOCK_MUTANTS[mutant]
+    for seed in SEEDS:
+        worst = worst_of_blocks(seed, torch.float16, p, **changes)
+        assert all(worst[name] > 1 for name in names), worst
 
 
 # -- attention with a bias -------------------------------------------------------------------------

@@ -7,7 +7,9 @@ import forms
 import pytest
 import torch
 from calls import build, evaluate
+from cases import legal, simplest_case
 from index_calls import function_case
+from space import OPERATORS, index_options
 
 
 @pytest.mark.parametrize("form", forms.all_forms())
@@ -77,3 +79,16 @@ def test_rows_behind_the_last_segment_are_left_out():
 def test_rows_behind_the_last_segment_must_be_zero(wrong):
     with pytest.raises(AssertionError, match="of rows behind the last segment is not 0"):
         evaluate_with_rows_behind(wrong)
+
+
+@pytest.mark.parametrize("function", sorted(OPERATORS.keys() - {"apply_rotary", "jagged_between"}))
+def test_operands_stay_on_their_device(function):
+    """With all indices on the host, results are on another device. Left out are functions that take
+    tables on the operands' device, or read an operand's values."""
+    options = {}
+    for name, allowed in OPERATORS[function].indices.items():
+        options |= index_options(name, "host") if "host" in allowed else {}
+    case = simplest_case(function, "cpu", "float32", **options)
+    call = build(legal(dataclasses.replace(case, lengths=[[1, 2]] * len(case.lengths))))
+    results = call.function(**{name: x.to("meta") for name, x in call.inputs.items()})
+    assert all(x.is_meta for x in results.values())

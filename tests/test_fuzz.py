@@ -42,6 +42,17 @@ def jagged_softmax(x, offsets, **options):
 F.jagged_softmax = jagged_softmax
 """
     ),
+    "a lost context": (
+        """
+from jagged_modules import functional as F
+calls = 0
+def jagged_softmax(x, offsets, **options):
+    global calls
+    calls += 1
+    raise RuntimeError(f"CUDA error in call {calls} of a worker")
+F.jagged_softmax = jagged_softmax
+"""
+    ),
     "a call that never ends": (
         """
 import time
@@ -119,6 +130,7 @@ def test_a_wrong_gradient_is_found_made_small_and_repeated(fuzz_mutant):
     [
         ("a neighbour's NaN", "wrong", "segment"),
         ("a crash", "crash", "-11"),
+        ("a lost context", "RuntimeError", "call 1 of a worker"),
         ("a call that never ends", "timeout", "more than"),
         ("an ignored stride", "ValueError", "offsets must"),
     ],

@@ -168,11 +168,12 @@ def block_attention(
 ) -> dict[str, Bound]:
     """Bounds of `functional.block_diagonal_attention` and its gradients: "out", "dq", "dk", "dv".
 
-    A program may round rotated operands to their dtype, as it may P and dS. Gradients of rotated
-    operands are rotated back before their one rounding. precise: bfloat16 q, k and dS are rounded
-    to float16 in units of their largest element, as the Hopper kernels do on request; None: it is
-    not known whether they are. composed: rotary is a step of its own, before which the gradients
-    are rounded too.
+    A program may round rotated operands to their dtype, as it may P and dS. Where angles are linear
+    and v is not rotated, it may count positions from any row, which changes what it rounds.
+    Gradients of rotated operands are rotated back before their one rounding. precise: bfloat16 q, k
+    and dS are rounded to float16 in units of their largest element, as the Hopper kernels do on
+    request; None: it is not known whether they are. composed: rotary is a step of its own, before
+    which the gradients are rounded too.
     """
     arithmetic = arithmetic_of(q) if arithmetic is None else arithmetic
     scale = q.shape[2] ** -0.5 if scale is None else scale
@@ -195,7 +196,11 @@ def block_attention(
         )
         cos, sin = (x.to(q.device)[positions].double()[:, None] for x in (rotary.cos, rotary.sin))
         operands = [_rotated(x, cos, sin) if t else x for x, t in zip(operands, is_rotated)]
-        q_rotated, k_rotated = (_rounded(x, factors, precise) for x in operands[:2])
+        counts_from_any_row = (
+            rotary.linear and rotary.positions is None and not is_rotated[2] and not composed
+        )
+        rounded = _rounded_at_any_angle if counts_from_any_row else _rounded
+        q_rotated, k_rotated = (rounded(x, factors, precise) for x in operands[:2])
         operands = [
             q_rotated,
             k_rotated,
@@ -256,6 +261,14 @@ def _segment(
         scores = bias.added_to(scores, q.value.shape[-1])
     parts = _softmax if options.activation == "softmax" else _pointwise
     out, p, ds, of_row = parts(scores, v, do, keep, options, dropped)
+    if of_row is not None and q.rms.dim():
+        # The errors of a rounded q are shared by its scores, so they do not average out in the
+        # log-sum-exp L: dL = Σ P dS = scale · dq · Σ P k. Without errors of dP, rowsum(P ∘ dP) then
+        # is off by -dL times itself. The largest errors already are sums of absolute values.
+        common, delta = of_row
+        of_q = abs(options.scale) * (q.rms * (p.value @ k.value)).norm(dim=-1, keepdim=True)
+        zeros = torch.zeros_like(of_q)
+        of_row = common.widened(zeros, of_q), delta.widened(zeros, delta.value.abs() * of_q)
     p = p.rounded(options.factors).where(keep)
     alike = _are_alike(scores.value, keep)
     rms = _dropped(p, dropped).rms
@@ -382,6 +395,27 @@ def _rounded(x: Bound, dtype: torch.dtype, precise: bool | None, unit: float = 1
     return plain._replace(
         error=torch.maximum(plain.error, in_units.error), rms=torch.maximum(plain.rms, in_units.rms)
     )
+
+
+def _rounded_at_any_angle(x: Bound, dtype: torch.dtype, precise: bool | None) -> Bound:
+    """`_rounded` of pairs that a program rotates by one more angle, which is not known.
+
+    Let a pair be (a, b) = r (cos t, sin t), and f the other angle. The program rounds the pair
+    r (cos(t + f), sin(t + f)). Rotated back, its errors e1 and e2 make a wrong by
+    e1 cos f + e2 sin f. They are at most u times the components rounded, with deviations of d times
+    them. So however small a is, its error is
+
+        at most u r (|cos(t + f) cos f| + |sin(t + f) sin f|) <= u r,
+        of variance d^2 r^2 (cos^2(t + f) cos^2 f + sin^2(t + f) sin^2 f)
+            = d^2 r^2 (1 + cos(2 t + 2 f) cos 2 f) / 2 <= d^2 r^2 (3 + cos 2 t) / 4
+            = d^2 (a^2 + b^2 / 2).
+    """
+    zeros = torch.zeros_like(x.value)
+    sizes = Bound(x.value.abs() + x.error, zeros, zeros, x.dtype)
+    errors = _rounded(sizes, dtype, precise)
+    largest, variance = (y.unflatten(-1, (-1, 2)) for y in (errors.error, errors.rms**2))
+    largest = torch.hypot(largest, largest.flip(-1))
+    return x.widened(*(y.flatten(-2) for y in (largest, (variance + variance.flip(-1) / 2).sqrt())))
 
 
 def _rotated(x: Bound, cos: Tensor, sin: Tensor) -> Bound:

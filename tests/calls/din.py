@@ -31,11 +31,7 @@ def din_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     tensors |= parameters
 
     def problem(inputs: dict[str, Tensor], candidates, offsets: Tensor) -> Problem:
-        means = statistics and {
-            key: [x.to(offsets.device) for x in statistics[key]] for key in statistics
-        }
-        given = {key: x.to(offsets.device) for key, x in (inputs | fixed).items()}
-        return Problem(given, candidates, offsets, options, len(o["hidden"]), means)
+        return Problem(inputs | fixed, candidates, offsets, options, len(o["hidden"]), statistics)
 
     def function(**inputs):
         call = problem(inputs, index(), kv_offsets)
