@@ -17,7 +17,7 @@ L = TypeVar("L", bound=nn.Module)
 EPS_NAMES = "eps", "variance_epsilon", "epsilon"  # of norms that are not torch's
 
 
-def check_torchs(module: Any, kind: Any) -> None:
+def check_torchs(module: nn.Module, kind: type[nn.Module]) -> None:
     """TypeError unless the module computes what this class of torch does."""
     expected = f"an nn.{kind.__name__}"
     check_kind("module", module, kind, expected)
