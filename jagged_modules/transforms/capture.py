@@ -203,17 +203,14 @@ def named(inputs: Mapping[str, Any]) -> dict[str, Any]:
     are those of forward's parameters, with the keys, positions and fields that lead to an entry of
     a container: "features.user.age"."""
     entries: dict[str, Any] = {}
+
+    def add(name: str, x: Any) -> Any:
+        if name in entries:
+            raise ValueError(f"inputs must have entries of different names, but two are {name!r}")
+        entries[name] = x
+
     for name, x in inputs.items():
-        if isinstance(x, torch.Tensor) or is_keyed_jagged(x):
-            entries[name] = x
-            continue
-        for path, entry in pytree.tree_flatten_with_path(x, is_leaf=is_keyed_jagged)[0]:
-            own = _name((pytree.MappingKey(name), *path))
-            if own in entries:
-                raise ValueError(
-                    f"inputs must have entries of different names, but two are {own!r}"
-                )
-            entries[own] = entry
+        _visit(add, name, x)
     return entries
 
 
@@ -221,8 +218,26 @@ def map_named(
     function: Callable[[Any], Any], inputs: dict[str, Any], names: Collection[str]
 ) -> dict[str, Any]:
     """The inputs with the function of those entries that `names` has."""
+
+    def mapped(name: str, x: Any) -> Any:
+        return function(x) if name in names else x
+
+    return {name: _visit(mapped, name, x) for name, x in inputs.items()}
+
+
+def _visit(function: Callable[[str, Any], Any], name: str, x: Any) -> Any:
+    """The input with the function of each entry's name and of the entry. Python's own containers
+    take a tenth of the time that pytree's paths take, which eager calls would notice."""
+    if isinstance(x, torch.Tensor):
+        return function(name, x)
+    if type(x) is dict:
+        return {key: _visit(function, f"{name}.{key}", own) for key, own in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(_visit(function, f"{name}.{i}", own) for i, own in enumerate(x))
     return pytree.tree_map_with_path(
-        lambda path, x: function(x) if _name(path) in names else x, inputs, is_leaf=is_keyed_jagged
+        lambda path, own: function(_name((pytree.MappingKey(name), *path)), own),
+        x,
+        is_leaf=is_keyed_jagged,
     )
 
 

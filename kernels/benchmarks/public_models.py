@@ -375,14 +375,17 @@ def measured(
     """ms of the model on gathered rows, and of the fused model."""
     given = tree_map(lambda x: x.to(device), public.inputs(USERS, CANDIDATES))
     index = torch.arange(CANDIDATES, device=device) * 7 % USERS
-    left_in, model = fused, public.model
+
+    def gathered(given: dict[str, Any], index: Tensor) -> Any:
+        return public.model(**map_named(lambda x: x[index], given, public.shared))
+
+    left_in, model = gathered, fused
     if mode == COMPILED:
-        model, left_in = compiled(model), compiled(left_in)
-
-    def gathered() -> Any:
-        return model(**map_named(lambda x: x[index], given, public.shared))
-
-    calls_of_both = [gathered, lambda: left_in(**given, candidate_to_user=index)]
+        left_in, model = compiled(gathered), compiled(fused)
+    calls_of_both = [
+        lambda: left_in(given, index),
+        lambda: model(**given, candidate_to_user=index),
+    ]
     if mode == GRAPHS:
         calls_of_both = [replayed(x) for x in calls_of_both]
     first, second = least_times(calls_of_both, calls, device)

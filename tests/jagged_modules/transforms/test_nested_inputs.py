@@ -1,6 +1,7 @@
 """Models that take dicts and other containers: request_only names an argument, or entries of it."""
 
 import copy
+import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -310,3 +311,24 @@ def test_bad_calls(name):
         del features["user_id"]
     with pytest.raises(error, match=message):
         fused(features, candidate_to_user=torch.tensor([0, 2, 1, 0]))
+
+
+class OfFields(nn.Module):
+    def forward(self, fields):
+        return sum(fields.values())
+
+
+def test_calls_of_the_host_for_an_entry():
+    """Of a call that runs the model: rows are gathered for candidates, entry by entry."""
+    fields = {f"user{i}": torch.rand(8, 4) for i in range(40)}
+    names = [f"fields.{name}" for name in fields]
+    example = [{**fields, "item": torch.rand(8, 4)}]
+    fused = fuse_broadcasts(OfFields().eval(), example, request_only=names, max_batch=(8, 8))
+    index, calls = torch.arange(8), []
+    sys.setprofile(lambda frame, event, _: event == "call" and calls.append(frame.f_code.co_name))
+    try:
+        result = fused(*example, candidate_to_user=index)
+    finally:
+        sys.setprofile(None)
+    torch.testing.assert_close(result, sum(example[0].values()))
+    assert len(calls) <= 15 * len(fields)  # pytree's paths of entries take 44
