@@ -294,6 +294,30 @@ def test_gains_of_other_public_models():
             assert (float(gain), float(found), before, after) in rounded
 
 
+def test_gains_of_public_models_on_a_gpu():
+    """Each cell of the table is one or several rows of the record."""
+    record = read("examples/results/public-models.json")["rows"]
+    text = (ROOT / "docs/guides/broadcast.md").read_text(encoding="utf-8")
+    table = text.partition("models on one H200")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ")[1:] for line in re.findall(r"^\| [A-Z].*", table, re.M)]
+    assert len(rows) == 10
+    stated = 0
+    for cells in rows:
+        for mode, gains, times in zip(("graphs", "compiled", "eager"), cells[::2], cells[1::2]):
+            known = {
+                (f"{x[f'{mode}_reported']:.2f}, {x[f'{mode}_measured']:.2f}", *map(number, ms))
+                for x in record
+                if (ms := x.get(f"{mode}_ms"))
+            }
+            for pair, ms in zip(gains.split("; "), times.split("; "), strict=True):
+                if pair != "–":
+                    assert (pair, *ms.split(" → ")) in known
+                    stated += 1
+    assert stated == sum(
+        f"{mode}_ms" in x for x in record for mode in ("graphs", "compiled", "eager")
+    )
+
+
 def decimals(number: str) -> int:
     return len(number.partition(".")[2])
 
