@@ -73,12 +73,18 @@ def to_device(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]
 
 
 class Step(nn.Module):
-    """The parts of a ranker's step. Which one a call runs depends on the arguments that it gets."""
+    """The parts of a ranker's step. Which one a call runs depends on the arguments that it gets.
+
+    The model is no submodule, so that `jm.graphed` need not look at each call whether a parameter
+    was replaced: a ranker's change in `load` alone, in place, which graphs see.
+    """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         super().__init__()
-        self.model, self.dtype = model, dtype
-        self.device = next(model.parameters()).device
+        self.dtype, self.device = dtype, next(model.parameters()).device
+        vars(self)["model"] = model
+        # tells the device
+        self.register_buffer("place", torch.empty(0, device=self.device), persistent=False)
 
     def forward(self, **arguments: Any) -> Any:
         return self.compute(**to_device(arguments, self.device))

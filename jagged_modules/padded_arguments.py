@@ -30,7 +30,7 @@ ROWS, OFFSETS, ORDER, SCALAR = "rows", "offsets", "order", "scalar"
 # of rows in pages: the storage, which stays where it is; the page table; the rows that are written
 STORAGE, TABLE, ROOM = "storage", "table", "room"
 EVENTS = "events"  # the argument of `append`
-CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
+CONSTANTS = (bool, int, float, str, torch.dtype)
 
 
 class Buckets(NamedTuple):
@@ -97,16 +97,15 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] 
     """
     numbers: dict[int | str, int] = {}
     segments: dict[int | str, list[int | str]] = {}
-    for leaf in leaves:
-        size, rows = leaf.keys
-        if leaf.kind == OFFSETS:
-            counted = segments.setdefault(size, [])
-            if rows == leaf.rows:  # padding of named arguments is in the segments that there are
+    for _, kind, _, size, rows, _, (size_key, rows_key) in leaves:
+        if kind == OFFSETS:
+            counted = segments.setdefault(size_key, [])
+            if rows_key == rows:  # padding of named arguments is in the segments that there are
                 counted.append(rows)
-        if leaf.rows >= 0 and leaf.rows > numbers.get(rows, -1):
-            numbers[rows] = leaf.rows
-        if leaf.size >= 0 and leaf.size > numbers.get(size, -1):
-            numbers[size] = leaf.size
+        if rows > numbers.get(rows_key, -1):
+            numbers[rows_key] = rows
+        if size > numbers.get(size_key, -1):
+            numbers[size_key] = size
     found: dict[int | str, int] = {}
     fewest: dict[int | str, int] = {}
 
@@ -132,11 +131,8 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] 
         ]
         if not add(size, max(1, *needs) if needs else 1):
             return None
-    made = {
-        keys: Capacities(found.get(keys[0], -1), found.get(keys[1], -1))
-        for keys in {leaf.keys for leaf in leaves}
-    }
-    capacities = [made[leaf.keys] for leaf in leaves]
+    of = found.get
+    capacities = [Capacities(of(leaf.keys[0], -1), of(leaf.keys[1], -1)) for leaf in leaves]
     # rows whose number is that of other segments were not counted above
     for leaf, both in zip(leaves, capacities):
         if leaf.kind == OFFSETS and leaf.keys[1] == leaf.rows:
@@ -160,8 +156,8 @@ def _cdiv(x: int, y: int) -> int:
 
 class Arguments:
     """The tensors of a call's arguments, and a hashable description of everything else, `spec`,
-    from which `build` makes arguments. capacities: of their sizes, by the caller. named_rows: the
-    arguments whose rows have capacities of their own."""
+    from which `build` makes arguments. forms: of the leaves, but for their sizes. capacities: of
+    these, by the caller. named_rows: the arguments whose rows have capacities of their own."""
 
     capacities: Sequence[Capacities]
 
@@ -177,6 +173,7 @@ class Arguments:
             names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)
         } | kwargs
         self.leaves: list[Leaf] = []
+        self.forms = list[tuple[Any, ...]]()
         self._devices = set[torch.device]()  # but the host
         # one buffer for a tensor that is given twice: layers compare offsets by identity
         self._places: dict[tuple[int, str], int] = {}
@@ -211,7 +208,18 @@ class Arguments:
         return next(iter(self._devices or (leaf.tensor.device for leaf in self.leaves)), None)
 
     def _flatten(self, name: str, x: Any) -> tuple[Any, ...]:
-        rows, whole = self._offsets.get(name), x
+        if x is None:
+            return "constant", None
+        if isinstance(x, PagedRows):
+            return self._flatten_pages(name, x)
+        if isinstance(x, Jagged):
+            return (
+                "jagged",
+                self._add(name, ROWS, x.values),
+                self._add(name, OFFSETS, x.offsets, x.values.shape[0]),
+                x.max_seqlen,
+            )
+        rows = self._offsets.get(name)
         if isinstance(x, Tensor):
             if x.is_nested or x.layout != torch.strided:
                 raise TypeError(
@@ -223,17 +231,9 @@ class Arguments:
             check_offsets(name, x, rows)
             return "tensor", self._add(name, OFFSETS, x, rows)
         if isinstance(x, HistoryCache):
-            layers = self._flatten(f"{possessive(name)} layers", x.layers)
-            return "history", layers, self._flatten(name, x.timestamps), x.max_rows
-        if isinstance(x, PagedRows):
-            return self._flatten_pages(name, x)
-        if isinstance(x, Jagged):
-            return (
-                "jagged",
-                self._add(name, ROWS, x.values),
-                self._add(name, OFFSETS, x.offsets, x.values.shape[0]),
-                x.max_seqlen,
-            )
+            layers = f"{possessive(name)} layers"
+            parts = tuple([self._flatten(f"{layers}[{i}]", y) for i, y in enumerate(x.layers)])
+            return "history", ("tuple", parts), self._flatten(name, x.timestamps), x.max_rows
         if isinstance(x, CandidateIndex):
             if x.order is None:
                 place = self._add(name, OFFSETS, x.offsets, -1 if rows is None else rows)
@@ -245,7 +245,6 @@ class Arguments:
             ]
             return "index", self._add(name, OFFSETS, x.offsets, x.order.shape[0]), *orders
         if type(x) in (tuple, list):
-            parts: tuple[Any, ...]
             if (
                 len(x) == 2
                 and all(isinstance(part, Tensor) for part in x)
@@ -267,7 +266,7 @@ class Arguments:
             return type(x).__name__, parts
         if type(x) is dict:
             return "dict", tuple(
-                (key, self._flatten(f"{name}[{key!r}]", part)) for key, part in whole.items()
+                (key, self._flatten(f"{name}[{key!r}]", part)) for key, part in x.items()
             )
         if isinstance(x, CONSTANTS):
             return "constant", x, type(x)
@@ -306,11 +305,14 @@ class Arguments:
         if place is not None:
             return place
         place = self._places[id(x), kind] = len(self.leaves)
-        if not x.is_cpu:
+        on_host, shape, memory = x.is_cpu, x.shape, None
+        if not on_host:
             self._devices.add(x.device)
-        if size is None:
-            sized = kind != STORAGE and x.dim()
-            size = x.shape[0] - (kind == OFFSETS) if sized else -1
+        if kind == STORAGE:
+            size, memory = -1, (x.data_ptr(), shape, x.stride())
+        elif size is None:
+            size = shape[0] - (kind == OFFSETS) if shape else -1
+        self.forms.append((kind, x.dtype, shape[1:], on_host, memory))
         keys: tuple[int | str, int | str] = size, rows
         if self._argument is not None and kind in (OFFSETS, TABLE):
             keys = size, self._argument
@@ -408,22 +410,28 @@ class Buffers:
     ) -> None:
         self.tensors: list[Tensor] = []
         self._written: list[Tensor] = []  # by `pad`
-        self._parts, end = list[tuple[int, int] | None](), 0  # of the leaves, in bytes
+        parts, end = list[tuple[int, int] | None](), 0  # of the leaves, in bytes
         for leaf, both in zip(leaves, capacities):
             if leaf.tensor.is_cpu and leaf.kind != STORAGE:
                 size = math.prod(leaf.shape(both)) * leaf.tensor.element_size()
-                self._parts.append((end, end + size))
+                parts.append((end, end + size))
                 end += -(-size // _ALIGNMENT) * _ALIGNMENT
             else:
-                self._parts.append(None)
+                parts.append(None)
         on_gpu = device.type == "cuda"
         self._on_device = torch.zeros(end, dtype=torch.uint8, device=device)
         self._on_host = torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
         memory = (ctypes.c_ubyte * end).from_address(self._on_host.data_ptr())
         self._bytes = memoryview(memory).cast("B") if end else memoryview(b"")
+        # of the leaves: those that `_pad_integers` writes, and the others but storages
+        self._integers, self._others = list[tuple[int, int, int]](), list[int]()
         self._copied = torch.cuda.Event() if on_gpu and end else None
-        for leaf, part, both in zip(leaves, self._parts, capacities):
+        for place, (leaf, part, both) in enumerate(zip(leaves, parts, capacities)):
             x = leaf.tensor
+            if part is not None and x.dtype in _TYPECODES:
+                self._integers.append((place, *part))
+            elif leaf.kind != STORAGE:
+                self._others.append(place)
             if leaf.kind == STORAGE:
                 buffer = written = x
             elif part is not None:
@@ -442,12 +450,11 @@ class Buffers:
         """Copy the leaves' tensors into the buffers, and write the rest of these."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy of the call before
-        for buffer, leaf, part, both in zip(self._written, leaves, self._parts, capacities):
-            if part is not None and leaf.tensor.dtype in _TYPECODES:
-                _pad_integers(self._bytes, *part, leaf, both)
-            else:
-                pad(buffer, leaf, both)
-        if len(self._on_host):
+        for place, begin, end in self._integers:
+            _pad_integers(self._bytes, begin, end, leaves[place], capacities[place])
+        for place in self._others:
+            pad(self._written[place], leaves[place], capacities[place])
+        if len(self._bytes):
             self._on_device.copy_(self._on_host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -455,8 +462,6 @@ class Buffers:
 
 def pad(buffer: Tensor, leaf: Leaf, capacities: Capacities) -> None:
     """Copy the leaf's tensor into the buffer, and write the rest of the buffer."""
-    if leaf.kind == STORAGE:
-        return
     x, size = leaf.tensor.detach(), leaf.size
     if leaf.kind == SCALAR:
         buffer.copy_(x, non_blocking=True)
