@@ -274,8 +274,10 @@ def test_events_that_are_replaced(served, name):
 
 
 def test_events_that_are_added(served):
-    """As joined arrays have them; what was read before stays as it was."""
+    """As joined arrays have them; what was read before stays as it was. Windows are the last events
+    of these, of the log's before and of new ones."""
     histories, random = ranker_of(served["hstu"]).histories, np.random.default_rng(0)
+    log = [np.array(histories.window(user, NONE, 10**6)) for user in range(3)]
     expected, read = {}, []
     for _ in range(300):
         user, count, keep = (int(random.integers(n)) for n in (3, 9, 40))
@@ -288,9 +290,14 @@ def test_events_that_are_added(served):
             if count:
                 known = expected.get(user, np.zeros((2, 0), np.int64))
                 expected[user] = np.concatenate([known, events], axis=1)[:, -keep - 1 :]
-        found = histories.parts(user, NONE, 10**6)[-1]
+        items, ratings = [], []
+        histories.collect(user, NONE, 10**6, items, ratings)
         if user in expected and expected[user].shape[1]:
-            read.append((found, expected[user]))
+            read.append(((items[1], ratings[1]), expected[user]))
+        known = np.concatenate([log[user], expected.get(user, log[user][:, :0])], axis=1)
+        for count in (1, 3, 20, len(known[0]) + 3):
+            window = np.concatenate([known, events], axis=1)[:, -count:]
+            np.testing.assert_array_equal(np.array(histories.window(user, events, count)), window)
     assert len(read) > 200
     for found, wanted in read:
         np.testing.assert_array_equal(np.array(found), wanted)
