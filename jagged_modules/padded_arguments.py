@@ -60,6 +60,9 @@ class Capacities(NamedTuple):
     rows: int
 
 
+_new_tuple: Any = tuple.__new__  # of a named tuple, in a third of its constructor's time
+
+
 class Leaf(NamedTuple):
     """A tensor among the arguments. size: of its first dimension; of offsets and page tables, the
     number of segments. rows: that these count. number: of a page table, the rows of a page; of rows
@@ -301,26 +304,28 @@ class Arguments:
         size: int | None = None,
         number: int = 0,
     ) -> int:
-        place = self._places.get((id(x), kind))
-        if place is not None:
+        leaves, seen = self.leaves, (id(x), kind)
+        place = self._places.setdefault(seen, len(leaves))
+        if place < len(leaves):
             return place
-        place = self._places[id(x), kind] = len(self.leaves)
-        on_host, shape, memory = x.is_cpu, x.shape, None
+        on_host, shape, argument, memory = x.is_cpu, x.shape, self._argument, None
         if not on_host:
             self._devices.add(x.device)
+        keys: tuple[int | str, int | str]
         if kind == STORAGE:
             size, memory = -1, (x.data_ptr(), shape, x.stride())
-        elif size is None:
-            size = shape[0] - (kind == OFFSETS) if shape else -1
+            keys = size, rows
+        else:
+            if size is None:
+                size = shape[0] - (kind == OFFSETS) if shape else -1
+            if kind == ROOM and EVENTS in self._named_rows:  # where the events are written
+                argument = EVENTS
+            if argument is None or size < 0:
+                keys = size, rows
+            else:
+                keys = (size, argument) if kind in (OFFSETS, TABLE) else (argument, rows)
         self.forms.append((kind, x.dtype, shape[1:], on_host, memory))
-        keys: tuple[int | str, int | str] = size, rows
-        if self._argument is not None and kind in (OFFSETS, TABLE):
-            keys = size, self._argument
-        elif kind == ROOM and EVENTS in self._named_rows:  # where the events are written
-            keys = EVENTS, rows
-        elif self._argument is not None and size >= 0:
-            keys = self._argument, rows
-        self.leaves.append(Leaf(name, kind, x, size, rows, number, keys))
+        leaves.append(_new_tuple(Leaf, (name, kind, x, size, rows, number, keys)))
         return place
 
     def _candidates(self, name: str, index: CandidateIndex) -> int:
@@ -397,6 +402,10 @@ def _build(spec: tuple[Any, ...], tensors: Sequence[Any], rows: Sequence[int]) -
 # -- buffers ---------------------------------------------------------------------------------------
 
 _TYPECODES = {torch.int32: "i", torch.int64: "q"}  # of the module array
+# memmove that keeps other threads of Python waiting, as ctypes.memmove does not
+_move: Any = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
 _ALIGNMENT = 128  # of the parts of a packed buffer, in bytes: more than any kernel asks for
 
 
@@ -421,15 +430,17 @@ class Buffers:
         on_gpu = device.type == "cuda"
         self._on_device = torch.zeros(end, dtype=torch.uint8, device=device)
         self._on_host = torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
-        memory = (ctypes.c_ubyte * end).from_address(self._on_host.data_ptr())
-        self._bytes = memoryview(memory).cast("B") if end else memoryview(b"")
-        # of the leaves: those that `_pad_integers` writes, and the others but storages
-        self._integers, self._others = list[tuple[int, int, int]](), list[int]()
+        first = self._on_host.data_ptr()
+        # the places of leaves of integers on the host, with their parts of the memory; those of the
+        # others but storages
+        self._integers, self._others = list[tuple[int, int, memoryview]](), list[int]()
         self._copied = torch.cuda.Event() if on_gpu and end else None
         for place, (leaf, part, both) in enumerate(zip(leaves, parts, capacities)):
             x = leaf.tensor
             if part is not None and x.dtype in _TYPECODES:
-                self._integers.append((place, *part))
+                address, size = first + part[0], part[1] - part[0]
+                memory = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+                self._integers.append((place, address, memory.cast(_TYPECODES[x.dtype])))
             elif leaf.kind != STORAGE:
                 self._others.append(place)
             if leaf.kind == STORAGE:
@@ -450,11 +461,17 @@ class Buffers:
         """Copy the leaves' tensors into the buffers, and write the rest of these."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy of the call before
-        for place, begin, end in self._integers:
-            _pad_integers(self._bytes, begin, end, leaves[place], capacities[place])
+        # Each operator of torch would take longer than all of it, and let another thread of Python
+        # go first.
+        for place, address, memory in self._integers:
+            leaf = leaves[place]
+            x = leaf.tensor.contiguous()
+            _move(address, x.data_ptr(), x.nbytes)
+            if (size := x.numel()) < len(memory):
+                memory[size:] = _padding(leaf, capacities[place], memory.format, len(memory) - size)
         for place in self._others:
             pad(self._written[place], leaves[place], capacities[place])
-        if len(self._bytes):
+        if len(self._on_host):
             self._on_device.copy_(self._on_host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -481,29 +498,15 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Capacities) -> None:
             buffer[size:].fill_(leaf.number if leaf.kind == ROOM else 0)
 
 
-def _pad_integers(
-    memory: memoryview, begin: int, end: int, leaf: Leaf, capacities: Capacities
-) -> None:
-    """`pad` of a leaf on the host, in these bytes of the buffers. Each operator of torch would take
-    longer than all of it, and let another thread of Python go first."""
-    x, size = leaf.tensor.contiguous(), leaf.size
-    rest = begin + x.nbytes
-    memory[begin:rest] = ctypes.string_at(x.data_ptr(), x.nbytes)
-    if rest == end:
-        return
-    if leaf.kind not in (OFFSETS, ORDER, ROOM):
-        memory[rest:end] = bytes(end - rest)
-        return
-    typecode, count = _TYPECODES[x.dtype], (end - rest) // x.itemsize
+def _padding(leaf: Leaf, capacities: Capacities, typecode: str, count: int) -> array[int]:
+    """So many numbers behind a leaf's own, as those of `pad`."""
     if leaf.kind == OFFSETS:
         step, last = _padding_step(leaf, capacities), capacities.rows
         numbers = range(leaf.rows + step, min(leaf.rows + step * count, last) + 1, step)
-        tail = array(typecode, numbers) + array(typecode, [last]) * (count - len(numbers))
-    elif leaf.kind == ORDER:
-        tail = array(typecode, range(size, size + count))
-    else:
-        tail = array(typecode, [leaf.number]) * count
-    memory[rest:end] = tail.tobytes()
+        return array(typecode, numbers) + array(typecode, [last]) * (count - len(numbers))
+    if leaf.kind == ORDER:
+        return array(typecode, range(leaf.size, leaf.size + count))
+    return array(typecode, [leaf.number if leaf.kind == ROOM else 0]) * count
 
 
 def check_values(leaf: Leaf, sizes: set[int]) -> None:
