@@ -358,4 +358,4 @@ def test_a_cache_that_is_only_read_does_not_grow():
     put(cache, {1: 200})
     for _ in range(20):
         cache.select([1, 1])
-    assert len(cache._read) <= 1 and max(cache._table._pins.values()) <= 2
+    assert len(cache._read) <= 1 and len(cache._table._readers) <= 2
