@@ -11,6 +11,7 @@ any other user.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from array import array
 from collections import OrderedDict
@@ -231,20 +232,19 @@ def row_indices(
 
 def rows_on_host(ranges: Sequence[RowRange], page_rows: int) -> Tensor:
     """The rows of `row_indices`, on the host: for those to write, which are new."""
-    # of each part of a range in a page, and how far they are from their places among the rows
-    firsts, counts, shifts, end = array("q"), array("q"), array("q"), 0
+    parts = list[memoryview]()
     for pages, begin, length in ranges:
-        last = begin + length
-        while begin < last:
+        end = begin + length
+        while begin < end:
             page, within = divmod(begin, page_rows)
-            count = min(page_rows - within, last - begin)
-            firsts.append(pages[page] * page_rows + within)
-            shifts.append(firsts[-1] - end)
-            counts.append(count)
-            begin, end = begin + count, end + count
-    if end == 0:  # an empty buffer is an error
+            parts.append(_rows_of(pages[page], page_rows)[within : within + end - begin])
+            begin += page_rows - within
+    if not parts:  # an empty buffer is an error
         return torch.empty(0, dtype=torch.int64)
-    if end == len(firsts):
-        return torch.frombuffer(firsts, dtype=torch.int64)
-    shift, count = (torch.frombuffer(x, dtype=torch.int64) for x in (shifts, counts))
-    return torch.repeat_interleave(shift, count, output_size=end) + torch.arange(end)
+    return torch.frombuffer(bytearray().join(parts), dtype=torch.int64)
+
+
+@functools.lru_cache(2**14)
+def _rows_of(page: int, page_rows: int) -> memoryview:
+    """The rows of a page. Kept, as to make them takes longer than all else that a write needs."""
+    return memoryview(array("q", range(page * page_rows, (page + 1) * page_rows)))
