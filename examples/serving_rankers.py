@@ -181,7 +181,7 @@ class Ranker(ABC):
             raise
         if self.cache is not None and not_stored:
             self.cache.evict(not_stored)
-        parts = torch.unsafe_split_with_sizes(scores, [len(x.candidates) for x in requests])
+        parts = torch.unsafe_split_with_sizes(scores, batch.sizes)
         self.stages.end("score")
         if isinstance(order, range):
             return list(parts)
@@ -346,23 +346,26 @@ class Ranker(ABC):
 
 
 class Batch(NamedTuple):
-    """Requests of distinct users. counts: of each user, how many of the candidates [C] are the
-    user's, one user after another. new: the new events of the users who have some."""
+    """Requests. counts: of each user, how many of the candidates [C] are the user's, one user after
+    another. sizes: of each request. new: the new events of the users who have some."""
 
     counts: dict[int, int]
     candidates: np.ndarray
+    sizes: list[int]
     new: dict[int, NewEvents]
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> "Batch":
         """Requests of a user are adjacent, and only the first has new events."""
-        counts, new = dict[int, int](), dict[int, NewEvents]()
-        for x in requests:
-            user = x.user
-            counts[user] = counts.get(user, 0) + len(x.candidates)
-            if len(x.events.item):
-                new[user] = x.events
-        return cls(counts, np.concatenate([x.candidates for x in requests]), new)
+        candidates = [x.candidates for x in requests]
+        sizes, users = [*map(len, candidates)], [x.user for x in requests]
+        counts = dict(zip(users, sizes, strict=True))
+        if len(counts) < len(users):  # few batches
+            counts = dict.fromkeys(counts, 0)
+            for user, size in zip(users, sizes, strict=True):
+                counts[user] += size
+        new = {x.user: x.events for x in requests if len(x.events.item)}
+        return cls(counts, np.concatenate(candidates), sizes, new)
 
 
 def _jagged(values: np.ndarray, lengths: Iterable[int]) -> jm.Jagged:

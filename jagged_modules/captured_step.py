@@ -232,7 +232,10 @@ class Step:
                 if isinstance(x, _Constant)
                 else leaves[x].tensor
             )
-        return flat[0] if self._structure.is_leaf() else tree_unflatten(flat, self._structure)
+        if self._structure.is_leaf():
+            return flat[0]
+        is_pair = self._structure.type is tuple and self._structure.num_nodes == 1 + len(flat)
+        return tuple(flat) if is_pair else tree_unflatten(flat, self._structure)
 
     def forward(self, sizes: Mapping[int, int]) -> list[Tensor]:
         outputs = self._runner.forward()

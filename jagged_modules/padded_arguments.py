@@ -402,10 +402,15 @@ def _build(spec: tuple[Any, ...], tensors: Sequence[Any], rows: Sequence[int]) -
 # -- buffers ---------------------------------------------------------------------------------------
 
 _TYPECODES = {torch.int32: "i", torch.int64: "q"}  # of the module array
-# memmove that keeps other threads of Python waiting, as ctypes.memmove does not
-_move: Any = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-)
+
+
+def _held(function: Any, kind: Any) -> Any:
+    """A function of ctypes on memory that lets no other thread of Python go first."""
+    address = ctypes.cast(function, ctypes.c_void_p).value or 0
+    return ctypes.PYFUNCTYPE(None, ctypes.c_void_p, kind, ctypes.c_size_t)(address)
+
+
+_move, _fill = _held(ctypes.memmove, ctypes.c_void_p), _held(ctypes.memset, ctypes.c_int)
 _ALIGNMENT = 128  # of the parts of a packed buffer, in bytes: more than any kernel asks for
 
 
@@ -467,8 +472,11 @@ class Buffers:
             leaf = leaves[place]
             x = leaf.tensor.contiguous()
             _move(address, x.data_ptr(), x.nbytes)
-            if (size := x.numel()) < len(memory):
-                memory[size:] = _padding(leaf, capacities[place], memory.format, len(memory) - size)
+            rest = len(memory) - x.numel()
+            if rest and leaf.kind in (ROWS, TABLE):
+                _fill(address + x.nbytes, 0, rest * x.itemsize)
+            elif rest:
+                memory[-rest:] = _padding(leaf, capacities[place], memory.format, rest)
         for place in self._others:
             pad(self._written[place], leaves[place], capacities[place])
         if len(self._on_host):
@@ -499,14 +507,15 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Capacities) -> None:
 
 
 def _padding(leaf: Leaf, capacities: Capacities, typecode: str, count: int) -> array[int]:
-    """So many numbers behind a leaf's own, as those of `pad`."""
-    if leaf.kind == OFFSETS:
-        step, last = _padding_step(leaf, capacities), capacities.rows
-        numbers = range(leaf.rows + step, min(leaf.rows + step * count, last) + 1, step)
-        return array(typecode, numbers) + array(typecode, [last]) * (count - len(numbers))
+    """So many numbers behind a leaf's own, as `pad` writes them."""
+    if leaf.kind == ROOM:
+        return array(typecode, [leaf.number]) * count
     if leaf.kind == ORDER:
         return array(typecode, range(leaf.size, leaf.size + count))
-    return array(typecode, [leaf.number if leaf.kind == ROOM else 0]) * count
+    last = capacities.rows
+    step = _cdiv(last - leaf.rows, count)
+    numbers = range(leaf.rows + step, min(leaf.rows + step * count, last) + 1, step)
+    return array(typecode, numbers) + array(typecode, [last]) * (count - len(numbers))
 
 
 def check_values(leaf: Leaf, sizes: set[int]) -> None:

@@ -381,7 +381,7 @@ class PagedHistoryCache:
         may be on another stream. copies: whether this call makes some in the block."""
         with self._lock:
             self._unpin()
-            last = self._last_copy
+            last, stream = self._last_copy, None
             if last is not None:
                 stream = torch.cuda.current_stream(self._rows.device)
                 if stream != last[1]:
@@ -390,7 +390,7 @@ class PagedHistoryCache:
                 yield
             finally:
                 if copies and self._rows.values is not None and self._rows.device.type == "cuda":
-                    stream = torch.cuda.current_stream(self._rows.device)
+                    stream = stream or torch.cuda.current_stream(self._rows.device)
                     event = stream.record_event(None if last is None else last[0])
                     self._last_copy = event, stream
 
