@@ -60,9 +60,9 @@ class Histories:
         self._added: dict[int, tuple[np.ndarray, int, int]] = {}
 
     def length(self, user: int) -> int:
-        row = user if user < self.num_users else self.num_users
+        first, last = self._rows(user)
         _, begin, end = self._added.get(user, _NOTHING)
-        return self._offsets.item(row + 1) - self._offsets.item(row) + end - begin
+        return last - first + end - begin
 
     def longest(self) -> int:
         """The user of the longest history of the log."""
@@ -122,8 +122,7 @@ class Histories:
     ) -> int:
         """`window`, in parts behind those of other users: a batch joins them at once. Returns its
         length."""
-        row, ends = user if user < self.num_users else self.num_users, self._offsets
-        first, last = ends.item(row), ends.item(row + 1)
+        first, last = self._rows(user)
         room, begin, end = self._added.get(user, _NOTHING)
         length = last - first + end - begin + len(events.item)
         if length > count:  # the oldest are left out, of the log's first
@@ -137,3 +136,8 @@ class Histories:
             ratings.append(self._rating[first:last])
             ratings += [room[1, begin:end], events.rating] if end > begin else [events.rating]
         return length
+
+    def _rows(self, user: int) -> tuple[int, int]:
+        """The first row of the user's events of the log, and the one behind the last."""
+        user = user if user < self.num_users else self.num_users
+        return self._offsets.item(user), self._offsets.item(user + 1)

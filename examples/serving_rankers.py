@@ -460,9 +460,7 @@ class RankingRanker(Ranker):
         users = _integers([user if user < count else count for user in batch.counts])
         return dict(users=users, targets=_jagged(batch.candidates[:, None], batch.counts.values()))
 
-    def _events(
-        self, batch: Batch, users: Iterable[int], fresh: Container[int]
-    ) -> dict[str, Any]:
+    def _events(self, batch: Batch, users: Iterable[int], fresh: Container[int]) -> dict[str, Any]:
         """The ids of the histories of fresh users, of others none, as `RankingStep.inputs` takes
         them."""
         histories, lengths = self._windows(batch, users, fresh, self.max_history, 3)
