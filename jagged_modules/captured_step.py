@@ -230,12 +230,12 @@ class Step:
                 if isinstance(x, _Sliced)
                 else x.value
                 if isinstance(x, _Constant)
-                else leaves[x].tensor
+                else leaves[int(x)].tensor
             )
         if self._structure.is_leaf():
             return flat[0]
-        is_pair = self._structure.type is tuple and self._structure.num_nodes == 1 + len(flat)
-        return tuple(flat) if is_pair else tree_unflatten(flat, self._structure)
+        is_flat = self._structure.type is tuple and self._structure.num_nodes == 1 + len(flat)
+        return tuple(flat) if is_flat else tree_unflatten(flat, self._structure)
 
     def forward(self, sizes: Mapping[int, int]) -> list[Tensor]:
         outputs = self._runner.forward()

@@ -11,7 +11,7 @@ import ctypes
 import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jagged_kernels.attention.pages import Pages
@@ -58,9 +58,6 @@ class Capacities(NamedTuple):
 
     size: int
     rows: int
-
-
-_new_tuple: Any = tuple.__new__  # of a named tuple, in a third of its constructor's time
 
 
 class Leaf(NamedTuple):
@@ -126,13 +123,13 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] 
     for key in numbers:
         if key not in segments and not add(key):
             return None
-    for size in sorted(segments, key=numbers.__getitem__, reverse=True):
+    for key in sorted(segments, key=numbers.__getitem__, reverse=True):
         needs = [
-            _cdiv(found[rows] - fewest[rows], _cdiv(fewest[rows], numbers[size]))
-            for rows in segments[size]
+            _cdiv(found[rows] - fewest[rows], _cdiv(fewest[rows], numbers[key]))
+            for rows in segments[key]
             if rows in found
         ]
-        if not add(size, max(1, *needs) if needs else 1):
+        if not add(key, max(1, *needs) if needs else 1):
             return None
     of = found.get
     capacities = [Capacities(of(leaf.keys[0], -1), of(leaf.keys[1], -1)) for leaf in leaves]
@@ -222,7 +219,7 @@ class Arguments:
                 self._add(name, OFFSETS, x.offsets, x.values.shape[0]),
                 x.max_seqlen,
             )
-        rows = self._offsets.get(name)
+        rows, whole = self._offsets.get(name), x
         if isinstance(x, Tensor):
             if x.is_nested or x.layout != torch.strided:
                 raise TypeError(
@@ -269,7 +266,7 @@ class Arguments:
             return type(x).__name__, parts
         if type(x) is dict:
             return "dict", tuple(
-                (key, self._flatten(f"{name}[{key!r}]", part)) for key, part in x.items()
+                (key, self._flatten(f"{name}[{key!r}]", part)) for key, part in whole.items()
             )
         if isinstance(x, CONSTANTS):
             return "constant", x, type(x)
@@ -325,7 +322,7 @@ class Arguments:
             else:
                 keys = (size, argument) if kind in (OFFSETS, TABLE) else (argument, rows)
         self.forms.append((kind, x.dtype, shape[1:], on_host, memory))
-        leaves.append(_new_tuple(Leaf, (name, kind, x, size, rows, number, keys)))
+        leaves.append(Leaf(name, kind, x, size, rows, number, keys))
         return place
 
     def _candidates(self, name: str, index: CandidateIndex) -> int:
@@ -401,7 +398,8 @@ def _build(spec: tuple[Any, ...], tensors: Sequence[Any], rows: Sequence[int]) -
 
 # -- buffers ---------------------------------------------------------------------------------------
 
-_TYPECODES = {torch.int32: "i", torch.int64: "q"}  # of the module array
+# of the module array
+_TYPECODES: dict[torch.dtype, Literal["i", "q"]] = {torch.int32: "i", torch.int64: "q"}
 
 
 def _held(function: Any, kind: Any) -> Any:
@@ -442,10 +440,11 @@ class Buffers:
         self._copied = torch.cuda.Event() if on_gpu and end else None
         for place, (leaf, part, both) in enumerate(zip(leaves, parts, capacities)):
             x = leaf.tensor
-            if part is not None and x.dtype in _TYPECODES:
-                address, size = first + part[0], part[1] - part[0]
-                memory = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
-                self._integers.append((place, address, memory.cast(_TYPECODES[x.dtype])))
+            if part is not None and part[0] < part[1] and x.dtype in _TYPECODES:
+                address = first + part[0]
+                memory = (ctypes.c_ubyte * (part[1] - part[0])).from_address(address)
+                numbers = memoryview(memory).cast("B").cast(_TYPECODES[x.dtype])
+                self._integers.append((place, address, numbers))
             elif leaf.kind != STORAGE:
                 self._others.append(place)
             if leaf.kind == STORAGE:
