@@ -173,8 +173,10 @@ class Ranker(ABC):
             if not np.isfinite(scores.numpy()).all():
                 raise FloatingPointError("the model's scores are not finite")
             not_stored = [x.user for x in requests if not x.stores_events]
-            if batch.new:
-                self._add_events({u: x for u, x in batch.new.items() if u not in not_stored})
+            stored = batch.new
+            if not_stored:
+                stored = new_events(x for x in requests if x.stores_events)
+            self._add_events(stored)
         except BaseException:
             if self.cache is not None:
                 self.cache.evict(batch.counts)
@@ -364,8 +366,12 @@ class Batch(NamedTuple):
             counts = dict.fromkeys(counts, 0)
             for user, size in zip(users, sizes, strict=True):
                 counts[user] += size
-        new = {x.user: x.events for x in requests if len(x.events.item)}
-        return cls(counts, np.concatenate(candidates), sizes, new)
+        return cls(counts, np.concatenate(candidates), sizes, new_events(requests))
+
+
+def new_events(requests: Iterable[Request]) -> dict[int, NewEvents]:
+    """Of the users who have some."""
+    return {x.user: x.events for x in requests if len(x.events.item)}
 
 
 def _jagged(values: np.ndarray, lengths: Iterable[int]) -> jm.Jagged:

@@ -109,6 +109,19 @@ def test_several_requests_of_a_user(served, name):
         assert_same_scores(together.score(batch), [alone.score([request])[0] for request in batch])
 
 
+@every_model
+def test_requests_of_a_user_of_which_one_stores_its_events(served, name):
+    """Those of the other are not stored, and what is cached of the user goes."""
+    ranker = ranker_of(served[name])
+    requests = Requests(ranker)
+    lengths = [ranker.histories.length(user) for user in (7, 8)]
+    batch = [requests.of(7, events=2), replace(requests.of(7), stores_events=False)]
+    batch += [requests.of(7), replace(requests.of(8, events=1), stores_events=False)]
+    ranker.score(batch)
+    assert [ranker.histories.length(user) for user in (7, 8)] == [lengths[0] + 2, lengths[1]]
+    assert 7 not in ranker.cache and 8 not in ranker.cache
+
+
 @pytest.mark.parametrize("cache", [0, CACHE])
 def test_scores_without_a_log_are_those_of_the_same_events(served, cache):
     """The requests bring the histories that the log would."""
