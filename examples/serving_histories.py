@@ -17,7 +17,7 @@ class NewEvents(NamedTuple):
 
 
 NONE = NewEvents(np.zeros(0, np.int64), np.zeros(0, np.int64))
-_NO_ROOM = np.empty((2, 0), np.int64), 0
+_NOTHING = np.empty((2, 0), np.int64), 0, 0
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,14 @@ class Histories:
         self._offsets = np.concatenate(
             [[0], np.bincount(log.user[kept], minlength=log.num_users + 1).cumsum()]
         )
-        self._added: dict[int, NewEvents] = {}
-        # [2, capacity], whose columns before the number have all events that were added last
-        self._room: dict[int, tuple[np.ndarray, int]] = {}
+        # of the events that were added, items and ratings [2, capacity], and the columns of the
+        # last ones; behind these nothing was read yet
+        self._added: dict[int, tuple[np.ndarray, int, int]] = {}
 
     def length(self, user: int) -> int:
-        rows = self._rows(user)
-        return rows.stop - rows.start + len(self._added.get(user, NONE).item)
+        first, last = self._rows(user)
+        _, begin, end = self._added.get(user, _NOTHING)
+        return last - first + end - begin
 
     def longest(self) -> int:
         """The user of the longest history of the log."""
@@ -74,30 +75,25 @@ class Histories:
 
     def add(self, user: int, events: NewEvents, keep: int) -> None:
         """Add a user's events. Of all that were added, the last `keep` remain."""
-        count = len(events.item)
-        if not count:
+        if not len(events.item):
             return
-        known, (room, end) = self._added.get(user, NONE), self._room.get(user, _NO_ROOM)
-        size = len(known.item)
-        if end + count > room.shape[1]:  # views of the old columns stay as they are
-            room = np.empty((2, 2 * (size + count) + 6), np.int64)
-            room[:, :size] = known
-            end = size
-        begin, end = end - size, end + count
-        room[0, end - count : end], room[1, end - count : end] = events
-        begin = max(begin, end - keep)
-        self._added[user] = NewEvents(room[0, begin:end], room[1, begin:end])
-        self._room[user] = room, end
+        room, begin, end = self._added.get(user, _NOTHING)
+        last = end + len(events.item)
+        if last > room.shape[1]:  # views of the old columns stay as they are
+            size, known = last - begin, room[:, begin:end]
+            room = np.empty((2, 2 * size + 6), np.int64)
+            room[:, : end - begin] = known
+            begin, end, last = 0, end - begin, size
+        room[0, end:last], room[1, end:last] = events
+        self._added[user] = room, max(begin, last - keep), last
 
     def forget(self) -> None:
         """Forget the events of all requests."""
         self._added.clear()
-        self._room.clear()
 
     def replace(self, user: int, events: NewEvents) -> None:
         """Replace the events that were added."""
-        self._added[user] = events
-        self._room.pop(user, None)
+        self._added[user] = np.stack(events), 0, len(events.item)
 
     def take_last(self) -> dict[int, NewEvents]:
         """Take each user's last event of the log out of the histories. Users without one have no
@@ -112,30 +108,36 @@ class Histories:
 
     def window(self, user: int, events: NewEvents, count: int) -> NewEvents:
         """The last `count` events of a user's history and these new ones."""
-        return joined(*self.parts(user, events, count))
+        items, ratings = list[np.ndarray](), list[np.ndarray]()
+        self.collect(user, events, count, items, ratings)
+        return NewEvents(np.concatenate(items), np.concatenate(ratings))
 
-    def parts(self, user: int, events: NewEvents, count: int) -> list[NewEvents]:
-        """`window` in parts, which are views: a batch joins those of all its users at once."""
-        parts = []
-        for part in (events, self._added.get(user, NONE)):
-            if len(part.item) and count:
-                parts.append(_last(part, count))
-                count -= len(parts[-1].item)
-        rows = self._rows(user)
-        rows = slice(max(rows.start, rows.stop - count), rows.stop)
-        return [NewEvents(self._item[rows], self._rating[rows]), *reversed(parts)]
+    def collect(
+        self,
+        user: int,
+        events: NewEvents,
+        count: int,
+        items: list[np.ndarray],
+        ratings: list[np.ndarray] | None = None,
+    ) -> int:
+        """`window`, in parts behind those of other users: a batch joins them at once. Returns its
+        length."""
+        first, last = self._rows(user)
+        room, begin, end = self._added.get(user, _NOTHING)
+        length = last - first + end - begin + len(events.item)
+        if length > count:  # the oldest are left out, of the log's first
+            left, length = length - count, count
+            first, left = min(first + left, last), max(0, left - (last - first))
+            begin, left = min(begin + left, end), max(0, left - (end - begin))
+            events = NewEvents(events.item[left:], events.rating[left:])
+        items.append(self._item[first:last])
+        items += [room[0, begin:end], events.item] if end > begin else [events.item]
+        if ratings is not None:
+            ratings.append(self._rating[first:last])
+            ratings += [room[1, begin:end], events.rating] if end > begin else [events.rating]
+        return length
 
-    def _rows(self, user: int) -> slice:
-        """The rows of the user's events of the log."""
-        user = min(user, self.num_users)
-        return slice(self._offsets.item(user), self._offsets.item(user + 1))
-
-
-def _last(events: NewEvents, count: int) -> NewEvents:
-    first = len(events.item) - count
-    return NewEvents(events.item[first:], events.rating[first:]) if first > 0 else events
-
-
-def joined(*events: NewEvents) -> NewEvents:
-    items, ratings = zip(*events, strict=True)
-    return NewEvents(np.concatenate(items), np.concatenate(ratings))
+    def _rows(self, user: int) -> tuple[int, int]:
+        """The first row of the user's events of the log, and the one behind the last."""
+        user = user if user < self.num_users else self.num_users
+        return self._offsets.item(user), self._offsets.item(user + 1)

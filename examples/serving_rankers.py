@@ -10,13 +10,13 @@ next-item model (train_hstu.py) the encoder's keys and values, and its output fo
                                 of all events change.
 """
 
-import itertools
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from ranking_data import RankingDataset, ages
 from ranking_model import PaddedTargetAttention, RankingModel
 from sequence_model import SequenceModel
 from serving_events import EventStore, StoredEvent
-from serving_histories import NONE, Histories, NewEvents, Request, joined
+from serving_histories import NONE, Histories, NewEvents, Request
 from serving_steps import (
     GRAPHS,
     CachedStep,
@@ -67,13 +67,17 @@ class Stages:
     On a GPU the first two are the host's time, and the device's is in the last, which waits for it.
     """
 
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    seconds: dict[str, float] = field(default_factory=dict)
+    _last: float = 0.0
 
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self.seconds[name] += time.perf_counter() - begin
+    def start(self) -> None:
+        self.seconds.clear()
+        self._last = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """The time since the end of the stage before was of this one."""
+        now = time.perf_counter()
+        self.seconds[name], self._last = now - self._last, now
 
 
 class CacheKind(NamedTuple):
@@ -158,40 +162,41 @@ class Ranker(ABC):
         If it raises, no event was added, and the cache still fits the histories.
         FloatingPointError: a score is NaN or infinite.
         """
-        self.stages.seconds.clear()
-        # the order of equal users stays
-        begin, order = (
-            time.perf_counter(),
-            sorted(range(len(requests)), key=lambda i: requests[i].user),
-        )
-        requests = [requests[i] for i in order]
+        self.stages.start()
+        order: Sequence[int] = range(len(requests))
+        if len({x.user for x in requests}) < len(requests):  # few batches
+            order = sorted(order, key=lambda i: requests[i].user)
+            requests = [requests[i] for i in order]
+        batch = Batch.of(requests)
         try:
-            scores = self._score(_merged(requests)).float().cpu()
+            scores = self._score(batch).float().cpu()
             if not np.isfinite(scores.numpy()).all():
                 raise FloatingPointError("the model's scores are not finite")
-            self._add_events([x for x in requests if x.stores_events and len(x.events.item)])
+            not_stored = [x.user for x in requests if not x.stores_events]
+            stored = batch.new
+            if not_stored:
+                stored = new_events(x for x in requests if x.stores_events)
+            self._add_events(stored)
         except BaseException:
             if self.cache is not None:
-                self.cache.evict([request.user for request in requests])
+                self.cache.evict(batch.counts)
             raise
-        self.stages.seconds["score"] = (
-            time.perf_counter() - begin - sum(self.stages.seconds.values())
-        )
-        not_stored = [request.user for request in requests if not request.stores_events]
         if self.cache is not None and not_stored:
             self.cache.evict(not_stored)
-        parts = scores.split([len(request.candidates) for request in requests])
-        by_place = dict(zip(order, parts, strict=True))
-        return [by_place[i] for i in range(len(parts))]
+        parts = torch.unsafe_split_with_sizes(scores, batch.sizes)
+        self.stages.end("score")
+        if isinstance(order, range):
+            return list(parts)
+        return [part for _, part in sorted(zip(order, parts, strict=True), key=lambda x: x[0])]
 
-    def _add_events(self, requests: Sequence[Request]) -> None:
-        """Add the requests' events to the histories, when the store has them."""
+    def _add_events(self, new: Mapping[int, NewEvents]) -> None:
+        """Add the users' new events to the histories, when the store has them."""
         if self.store is not None and (
-            events := [event for x in requests for event in self._published(x.user, x.events)]
+            events := [event for user, x in new.items() for event in self._published(user, x)]
         ):
             self.store.append(events)
-        for request in requests:
-            self.histories.add(request.user, request.events, self.longest_window)
+        for user, x in new.items():
+            self.histories.add(user, x, self.longest_window)
 
     def _published(self, user: int, events: NewEvents) -> list[StoredEvent]:
         name, items, ratings = str(self.histories.users[user]), self.histories.items, self.ratings
@@ -244,8 +249,8 @@ class Ranker(ABC):
         return self.max_history
 
     @abstractmethod
-    def _score(self, requests: Sequence[Request]) -> torch.Tensor:
-        """Scores [C] of the candidates of all requests, which are of distinct users."""
+    def _score(self, batch: "Batch") -> torch.Tensor:
+        """Scores [C] of the candidates of all users."""
 
     @abstractmethod
     def attention(self, user: int, candidates: np.ndarray) -> torch.Tensor | None:
@@ -342,32 +347,43 @@ class Ranker(ABC):
             ) from error
 
 
-def _merged(requests: Sequence[Request]) -> Sequence[Request]:
-    """One request for each user, with the candidates of the user's adjacent requests and the events
-    of the first."""
-    if len({x.user for x in requests}) == len(requests):  # most batches
-        return requests
-    groups = [
-        list(group) for _, group in itertools.groupby(requests, key=lambda request: request.user)
-    ]
-    return [
-        replace(x[0], candidates=np.concatenate([y.candidates for y in x])) if len(x) > 1 else x[0]
-        for x in groups
-    ]
+class Batch(NamedTuple):
+    """Requests. counts: of each user, how many of the candidates [C] are the user's, one user after
+    another. sizes: of each request. new: the new events of the users who have some."""
+
+    counts: dict[int, int]
+    candidates: np.ndarray
+    sizes: list[int]
+    new: dict[int, NewEvents]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> "Batch":
+        """Requests of a user are adjacent, and only the first has new events."""
+        candidates = [x.candidates for x in requests]
+        sizes, users = [*map(len, candidates)], [x.user for x in requests]
+        counts = dict(zip(users, sizes, strict=True))
+        if len(counts) < len(users):  # few batches
+            counts = dict.fromkeys(counts, 0)
+            for user, size in zip(users, sizes, strict=True):
+                counts[user] += size
+        return cls(counts, np.concatenate(candidates), sizes, new_events(requests))
 
 
-def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, list[int]]:
-    """Candidates of all requests, and their numbers."""
-    candidates = [x.candidates for x in requests]
-    return np.concatenate(candidates), [*map(len, candidates)]
+def new_events(requests: Iterable[Request]) -> dict[int, NewEvents]:
+    """Of the users who have some."""
+    return {x.user: x.events for x in requests if len(x.events.item)}
 
 
-def _jagged(columns: Sequence[np.ndarray] | np.ndarray, lengths: Sequence[int]) -> jm.Jagged:
-    """Segments of these lengths of the columns [rows, ...], on the host. Not checked, and the
+def _jagged(values: np.ndarray, lengths: Iterable[int]) -> jm.Jagged:
+    """Segments of these lengths of the values [rows, columns], on the host. Not checked, and the
     offsets not looked up among known ones, which would take longer than the rest."""
-    values = np.column_stack(columns) if isinstance(columns, (list, tuple)) else columns
-    offsets = torch.from_numpy(np.array([0, *itertools.accumulate(lengths)], np.int64))
+    offsets = _integers(accumulate(lengths, initial=0))
     return jm.Jagged.unchecked(torch.from_numpy(values), offsets, None, Segmentation())
+
+
+def _integers(values: Iterable[int]) -> torch.Tensor:
+    """An int64 tensor of one or more numbers, in less time than by torch.tensor."""
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
 class RankingRanker(Ranker):
@@ -383,13 +399,14 @@ class RankingRanker(Ranker):
         graphs: bool = False,
         **options: Any,
     ):
-        self.users = FeatureTable(dataset.user_features, dataset.log.num_users)
-        self.items = FeatureTable(dataset.log.item_features, dataset.log.num_items)
-        self.step = RankingStep(model, dtype, (self.users.widths, self.items.widths))
+        users = FeatureTable(dataset.user_features, dataset.log.num_users)
+        items = FeatureTable(dataset.log.item_features, dataset.log.num_items)
+        self.step = RankingStep(model, dtype, users, items)
         super().__init__(model, model.head, dtype=dtype, graphs=graphs, **options)
         model.head.over.float()
         self.width = model.sequences.embeddings["item"].weight.shape[1]
         self.dataset, self.ratings = dataset, dataset.ratings.tolist()
+        self._ages = ages(np.array([self.max_history]))
         interaction = model.head.interaction
         self._pads = graphs and isinstance(interaction, PaddedTargetAttention)
         if self._pads:
@@ -415,54 +432,51 @@ class RankingRanker(Ranker):
     def longest_window(self) -> int:
         return max(self.max_history, self.dataset.max_stream)
 
-    def _score(self, requests: Sequence[Request]) -> torch.Tensor:
-        fresh = self._users_to_encode(requests)
-        with self.stages("lookup"):
-            ids, users = self._ids(requests), [request.user for request in requests]
-            joint = self._encodes_and_scores
-            encoded = requests if joint else [x for x in requests if x.user in fresh]
-            events = self._events(encoded, fresh) if fresh else {}
+    def _score(self, batch: Batch) -> torch.Tensor:
+        fresh = self._users_to_encode(batch)
+        ids, joint = self._ids(batch), self._encodes_and_scores
+        events = self._events(batch, batch.counts if joint else fresh, fresh) if fresh else {}
+        self.stages.end("lookup")
         if self.cache is None:
             return self.run(**ids, **events)
-        with self.stages("cache"):
-            if fresh and joint:
-                return self._append(users, events.pop("events"), list(fresh), ids=ids | events)
-            if fresh:
-                self.cache.put(list(fresh), events)
-            kept = self._select(users)
+        users = list(batch.counts)
+        if fresh and joint:
+            logits = self._append(users, events.pop("events"), list(fresh), ids=ids | events)
+            self.stages.end("cache")
+            return logits
+        if fresh:
+            self.cache.put(list(fresh), events)
+        kept = self._select(users)
+        self.stages.end("cache")
         return self.run(**ids, kept=kept)
 
-    def _users_to_encode(self, requests: Sequence[Request]) -> dict[int, None]:
-        """The users whose histories are encoded, in the order of the requests."""
-        if self.cache is None:
-            fresh = dict.fromkeys(request.user for request in requests)
-        else:
-            missing = set(self.cache.missing([request.user for request in requests]))
-            fresh = dict.fromkeys(
-                request.user
-                for request in requests
-                if request.user in missing or len(request.events.item)
-            )
+    def _users_to_encode(self, batch: Batch) -> Mapping[int, Any]:
+        """The users whose histories are encoded."""
+        users: Mapping[int, Any] = batch.counts
+        fresh = users
+        if self.cache is not None:
+            fresh = dict.fromkeys(self.cache.missing(users)) | batch.new
         self.counts["encoded"] += len(fresh)
-        self.counts["reused"] += len(requests) - len(fresh)
+        self.counts["reused"] += len(users) - len(fresh)
         return fresh
 
-    def _ids(self, requests: Sequence[Request]) -> dict[str, Any]:
+    def _ids(self, batch: Batch) -> dict[str, Any]:
         """The ids of users and candidates, as `RankingStep.inputs` takes them."""
-        known = [min(request.user, self.histories.num_users) for request in requests]
-        users = torch.from_numpy(self.users.columns[known])
-        targets, lengths = _targets(requests)
-        return dict(users=users, targets=_jagged([targets, self.items.columns[targets]], lengths))
+        count = self.histories.num_users
+        users = _integers([user if user < count else count for user in batch.counts])
+        return dict(users=users, targets=_jagged(batch.candidates[:, None], batch.counts.values()))
 
-    def _events(self, requests: Sequence[Request], fresh: Container[int]) -> dict[str, Any]:
-        """The ids of the histories of these users, of others none, as `RankingStep.inputs` takes
+    def _events(self, batch: Batch, users: Iterable[int], fresh: Container[int]) -> dict[str, Any]:
+        """The ids of the histories of fresh users, of others none, as `RankingStep.inputs` takes
         them."""
-        (item, rating), lengths = self._windows(requests, self.max_history, fresh)
-        columns = [item, rating, ages(np.array(lengths)), self.items.columns[item]]
-        events: dict[str, Any] = dict(events=_jagged(columns, lengths))
+        histories, lengths = self._windows(batch, users, fresh, self.max_history, 3)
+        spans = [self._ages[self.max_history - n :] for n in lengths]
+        np.concatenate(spans, out=histories[:, 2])
+        events: dict[str, Any] = dict(events=_jagged(histories, lengths))
         if self.dataset.max_stream:
-            stream, lengths = self._windows(requests, self.dataset.max_stream, fresh)
-            events["stream"] = _jagged([*stream], lengths)
+            events["stream"] = _jagged(
+                *self._windows(batch, users, fresh, self.dataset.max_stream, 2)
+            )
         if self._pads:
             # each is a graph of its own
             longest = 1 << (max(1, *lengths) - 1).bit_length()
@@ -470,21 +484,27 @@ class RankingRanker(Ranker):
         return events
 
     def _windows(
-        self, requests: Sequence[Request], count: int, fresh: Container[int]
-    ) -> tuple[NewEvents, list[int]]:
-        """The last events of these users, one user after another, and their numbers."""
-        windows = [
-            self.histories.parts(x.user, x.events, count) if x.user in fresh else []
-            for x in requests
+        self, batch: Batch, users: Iterable[int], fresh: Container[int], count: int, columns: int
+    ) -> tuple[np.ndarray, list[int]]:
+        """The last events of fresh users, one user after another, [L, columns], of which the first
+        are items and ratings; and the numbers of all users' events."""
+        items, ratings = list[np.ndarray](), list[np.ndarray]()
+        collect, new = self.histories.collect, batch.new.get
+        lengths = [
+            collect(user, new(user, NONE), count, items, ratings) if user in fresh else 0
+            for user in users
         ]
-        return joined(*itertools.chain.from_iterable(windows)), [*map(_length, windows)]
+        values = np.empty((sum(lengths), columns), np.int64)
+        np.concatenate(items, out=values[:, 0])
+        np.concatenate(ratings, out=values[:, 1])
+        return values, lengths
 
     @torch.no_grad()
     def attention(self, user: int, candidates: np.ndarray) -> torch.Tensor | None:
-        head, request = self.model.head, Request(user, candidates)
+        head, batch = self.model.head, Batch.of([Request(user, candidates)])
         if not isinstance(head.interaction, jm.JaggedTargetAttention):
             return None
-        ids = self._ids([request]) | self._events([request], [user])
+        ids = self._ids(batch) | self._events(batch, [user], [user])
         x = self.step.inputs(**to_device(ids, self.device))
         history, _ = head.encode(x)
         k, _ = head.interaction.cache(history).layers[0].values.chunk(2, dim=2)
@@ -523,33 +543,12 @@ class UserRows:
 
     def of(self, users: Iterable[int]) -> torch.Tensor:
         """int64 [users] on the host, the users' rows."""
-        return torch.from_numpy(np.array([self._row[user] for user in users], dtype=np.int64))
+        return _integers([self._row[user] for user in users])
 
     def keep(self, users: Container[int]) -> None:
         """Drop the rows of all other users."""
         for user in [user for user in self._row if user not in users]:
             self._free.append(self._row.pop(user))
-
-
-def _length(parts: Sequence[NewEvents]) -> int:
-    return sum([len(part.item) for part in parts])
-
-
-def _positioned(
-    users: Sequence[int],
-    begins: dict[int, int],
-    events: dict[int, list[NewEvents]],
-    positions: np.ndarray,
-) -> jm.Jagged:
-    """The items of the users' events, which not all have, and their positions from `begins` on.
-    positions: 0, 1, 2, ..."""
-    lengths = {user: _length(parts) for user, parts in events.items()}
-    values = np.empty((sum(lengths.values()), 2), np.int64)
-    items = [part.item for parts in events.values() for part in parts]
-    np.concatenate(items, out=values[:, 0])
-    spans = [positions[begins[user] : begins[user] + n] for user, n in lengths.items()]
-    np.concatenate(spans, out=values[:, 1])
-    return _jagged(values, [lengths.get(user, 0) for user in users])
 
 
 class SequenceRanker(Ranker):
@@ -573,53 +572,70 @@ class SequenceRanker(Ranker):
             append=lambda events, kept, **others: self.run(events=events, kept=kept, **others),
         )
 
-    def _score(self, requests: Sequence[Request]) -> torch.Tensor:
-        with self.stages("lookup"):
-            users = [request.user for request in requests]
-            begins, events = self._to_encode(requests)
-            joint = self._encodes_and_scores
-            encoded = users if joint else list(events)
-            ids = _positioned(encoded, begins, events, self._positions) if events else None
-            targets, counts = _targets(requests)
-            candidates = _jagged(targets[:, None], counts)
+    def _score(self, batch: Batch) -> torch.Tensor:
+        begins, joint = self._to_encode(batch), self._encodes_and_scores
+        encoded = batch.counts if joint else [user for user in batch.counts if user in begins]
+        ids = self._positioned(batch, encoded, begins) if begins else None
+        candidates = _jagged(batch.candidates[:, None], batch.counts.values())
+        self.stages.end("lookup")
         if self.cache is None:
             return self.run(events=ids, targets=candidates)
-        with self.stages("cache"):
-            if len(self._encoded) > 2 * len(self.cache) + 1024:
-                self._encoded.keep(set(self.cache.users()))
-            if events:
-                self._encoded.assign(events)
-                rows = self._encoded.of(encoded)
-                anew = [user for user, begin in begins.items() if not begin]
-                if joint:
-                    return self._append(users, ids, anew, rows=rows, targets=candidates)
-                self._append(encoded, ids, anew, rows=rows)
-        return self.run(targets=candidates, rows=self._encoded.of(users))
+        if len(self._encoded) > 2 * len(self.cache) + 1024:
+            self._encoded.keep(set(self.cache.users()))
+        scores = None
+        if begins:
+            self._encoded.assign(begins)
+            others: dict[str, Any] = dict(targets=candidates) if joint else {}
+            anew = [user for user, begin in begins.items() if not begin]
+            rows = self._encoded.of(encoded)
+            scores = self._append(list(encoded), ids, anew, rows=rows, **others)
+        self.stages.end("cache")
+        if scores is not None:
+            return scores
+        return self.run(targets=candidates, rows=self._encoded.of(batch.counts))
 
-    def _to_encode(
-        self, requests: Sequence[Request]
-    ) -> tuple[dict[int, int], dict[int, list[NewEvents]]]:
-        """The events to encode of users with such events, in parts, and how many cached events of
-        each of them they follow."""
-        users = [request.user for request in requests]
-        missing = set(users if self.cache is None else self.cache.missing(users))
-        begins, events = {}, {}
-        for request in requests:
-            user, new = request.user, len(request.events.item)
-            if not new and user not in missing:  # most requests
+    def _to_encode(self, batch: Batch) -> dict[int, int]:
+        """The users with events to encode, and how many cached events of each of them they
+        follow."""
+        users = batch.counts
+        begins = dict.fromkeys(users if self.cache is None else self.cache.missing(users), 0)
+        num_appended = 0
+        for user, events in batch.new.items():
+            if user not in begins:
+                length = self.histories.length(user)
+                # when a window is outgrown, all positions change
+                outgrown = length + len(events.item) > self.max_history
+                begins[user] = 0 if outgrown else length
+                num_appended += not outgrown
+        self.counts["encoded"] += len(begins) - num_appended
+        self.counts["appended"] += num_appended
+        self.counts["reused"] += len(users) - len(begins)
+        return begins
+
+    def _positioned(
+        self, batch: Batch, users: Iterable[int], begins: Mapping[int, int]
+    ) -> jm.Jagged:
+        """The items of the events to encode, and their positions from `begins` on. Not all users
+        have such events."""
+        items, spans, lengths = list[np.ndarray](), list[np.ndarray](), list[int]()
+        new, count = batch.new.get, self.max_history
+        for user in users:
+            begin = begins.get(user)
+            if begin is None:
+                lengths.append(0)
                 continue
-            length = self.histories.length(user)
-            # when a window is outgrown, all positions change
-            encoded = user in missing or length + new > self.max_history
-            begins[user] = 0 if encoded else length
-            events[user] = (
-                self.histories.parts(user, request.events, self.max_history)
-                if encoded
-                else [request.events]
-            )
-            self.counts["encoded" if encoded else "appended"] += 1
-        self.counts["reused"] += len(users) - len(events)
-        return begins, events
+            events = new(user, NONE)
+            if begin:
+                items.append(events.item)
+                length = len(events.item)
+            else:
+                length = self.histories.collect(user, events, count, items)
+            lengths.append(length)
+            spans.append(self._positions[begin : begin + length])
+        values = np.empty((sum(lengths), 2), np.int64)
+        np.concatenate(items, out=values[:, 0])
+        np.concatenate(spans, out=values[:, 1])
+        return _jagged(values, lengths)
 
     def attention(self, user: int, candidates: np.ndarray) -> None:
         """None: candidates do not attend to the history."""

@@ -1,8 +1,8 @@
 """What rankers compute on the device, as modules of plain tensors: `jm.graphed` replays their calls
 from CUDA graphs.
 
-A batch's ids are int64 tensors [rows, columns] on the host, one for the users, one for each kind of
-event, and one for the candidates. They go to the device in one copy.
+A batch's ids are int64 tensors on the host, one for the users, one for each kind of event, and one
+for the candidates. They go to the device in one copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,12 +73,16 @@ def to_device(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]
 
 
 class Step(nn.Module):
-    """The parts of a ranker's step. Which one a call runs depends on the arguments that it gets."""
+    """The parts of a ranker's step. Which one a call runs depends on the arguments that it gets.
+
+    The model is no submodule, so that `jm.graphed` need not look at each call whether a parameter
+    was replaced: a ranker's change in `load` alone, in place, which graphs see.
+    """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         super().__init__()
-        self.model, self.dtype = model, dtype
-        self.device = next(model.parameters()).device
+        self.dtype, self.device = dtype, next(model.parameters()).device
+        vars(self)["model"] = model
 
     def forward(self, **arguments: Any) -> Any:
         return self.compute(**to_device(arguments, self.device))
@@ -91,14 +95,21 @@ class RankingStep(Step):
     """A RankingModel's lookups and its head.
 
     Args:
-        widths: those of the tables of the users' and the items' features.
+        users, items: the categories of their side features, which the device keeps.
     """
 
+    model: RankingModel
+    users: torch.Tensor
+    items: torch.Tensor
+
     def __init__(
-        self, model: RankingModel, dtype: torch.dtype, widths: tuple[list[int], list[int]]
+        self, model: RankingModel, dtype: torch.dtype, users: FeatureTable, items: FeatureTable
     ):
         super().__init__(model, dtype)
-        self.user_widths, self.item_widths = widths
+        self.user_widths, self.item_widths = users.widths, items.widths
+        for name, table in (("users", users), ("items", items)):
+            columns = torch.from_numpy(table.columns).to(self.device)
+            self.register_buffer(name, columns, persistent=False)
 
     def inputs(
         self,
@@ -111,17 +122,17 @@ class RankingStep(Step):
         """The head's inputs, None where they depend on an argument that is not given.
 
         Args:
-            users: [B, columns] of the users' features.
-            events: [L, 3 + columns], item, rating, age and the item's features.
+            users: [B], rows of their features.
+            events: [L, 3], item, rating and age.
             stream: [S, 2], item and rating.
-            targets: [C, 1 + columns], item and its features.
+            targets: [C, 1], items.
             longest: see `Inputs`.
         """
         bags = {"users": None if users is None else self._user_bags(users), "longest": longest}
         rows = dict.fromkeys(Inputs._fields) | bags
         if events is not None:
-            item, rating, age, sides = events.values.split([1, 1, 1, sum(self.item_widths)], dim=1)
-            summed = self._look_up("item", item) + self._item_bags(sides).sum(dim=1)
+            item, rating, age = events.values.split(1, dim=1)
+            summed = self._look_up("item", item) + self._item_bags(item).sum(dim=1)
             rows["history"] = summed + self._look_up("rating", rating) + self._look_up("age", age)
             rows["history_offsets"] = events.offsets
         if stream is not None:
@@ -129,8 +140,8 @@ class RankingStep(Step):
             rows["stream"] = self._look_up("item", item) + self._look_up("rating", rating)
             rows["stream_offsets"] = stream.offsets
         if targets is not None:
-            sides = self._item_bags(targets.values[:, 1:])
-            rows["items"] = self._look_up("item", targets.values[:, :1]) + sides.sum(dim=1)
+            sides = self._item_bags(targets.values)
+            rows["items"] = self._look_up("item", targets.values) + sides.sum(dim=1)
             rows["item_features"], rows["item_offsets"] = sides, targets.offsets
         return Inputs(**rows).to(self.dtype)
 
@@ -160,11 +171,13 @@ class RankingStep(Step):
         return functional.embedding(ids[:, 0], self.model.sequences.embeddings[table].weight)
 
     def _user_bags(self, ids: torch.Tensor) -> torch.Tensor:
+        ids = self.users.index_select(0, ids)
         return sums_of_bags(
             self.model.user_bags, self.model.unpack.user_features, ids, self.user_widths
         )
 
     def _item_bags(self, ids: torch.Tensor) -> torch.Tensor:
+        ids = self.items.index_select(0, ids[:, 0])
         return sums_of_bags(
             self.model.item_bags, self.model.unpack.item_features, ids, self.item_widths
         )

@@ -213,13 +213,15 @@ class Step:
     def results(self, arguments: Arguments, call: Call | None) -> Any:
         """The module's result for arguments that `pad` has copied. call: gets the gradients, if
         given."""
-        both = [(leaf.size, leaf.rows) for leaf in arguments.leaves]
-        sizes = {capacity: both[i][j] for capacity, (i, j) in self._places.items()}
-        leaves = [leaf.tensor for leaf in arguments.leaves]
+        leaves = arguments.leaves
+        sizes = {
+            capacity: leaves[i].rows if j else leaves[i].size
+            for capacity, (i, j) in self._places.items()
+        }
         if call is None:
             outputs = iter(self.forward(sizes))
         else:
-            wanted = [x for x, is_wanted in zip(leaves, self._wanted) if is_wanted]
+            wanted = [x.tensor for x, is_wanted in zip(leaves, self._wanted) if is_wanted]
             outputs = iter(_replay(self, call, sizes, *wanted, *self._parameters.values()))
         flat: list[Any] = []
         for x in self._results or ():
@@ -228,9 +230,12 @@ class Step:
                 if isinstance(x, _Sliced)
                 else x.value
                 if isinstance(x, _Constant)
-                else leaves[x]
+                else leaves[int(x)].tensor
             )
-        return flat[0] if self._structure.is_leaf() else tree_unflatten(flat, self._structure)
+        if self._structure.is_leaf():
+            return flat[0]
+        is_flat = self._structure.type is tuple and self._structure.num_nodes == 1 + len(flat)
+        return tuple(flat) if is_flat else tree_unflatten(flat, self._structure)
 
     def forward(self, sizes: Mapping[int, int]) -> list[Tensor]:
         outputs = self._runner.forward()

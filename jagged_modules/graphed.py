@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - the base of all batch norms has no public name
 
 from .captured_step import RUNNERS, Call, Step
-from .padded_arguments import STORAGE, Arguments, Buckets, capacities_of, check_values
+from .padded_arguments import Arguments, Buckets, capacities_of, check_values
 from .scalars import check_kind, check_size
 from .settings import backward_workspace, batch_invariant, debug_checks
 from .submodules import Members
@@ -254,23 +254,13 @@ class _Graphed(nn.Module):
             self._steps.move_to_end(key)
             step.pad(arguments)
         call = Call() if trained else None
-        self._last = None if call is None else weakref.ref(call)
+        if call is not None:
+            self._last = weakref.ref(call)
         return step.results(arguments, call)
 
     def _key(self, arguments: Arguments, device: torch.device, trained: bool, state: Any) -> Any:
-        leaves = tuple(
-            (
-                leaf.kind,
-                x.dtype,
-                x.shape[1:],
-                trained and x.requires_grad,
-                both,
-                x.is_cpu,
-                (x.data_ptr(), x.shape, x.stride()) if leaf.kind == STORAGE else None,
-            )
-            for leaf, both in zip(arguments.leaves, arguments.capacities)
-            for x in (leaf.tensor,)
-        )
+        wanted = trained and tuple(leaf.tensor.requires_grad for leaf in arguments.leaves)
+        leaves = tuple(arguments.forms), tuple(arguments.capacities), wanted
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
         settings = (
             batch_invariant.current(),

@@ -11,7 +11,7 @@ import ctypes
 import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jagged_kernels.attention.pages import Pages
@@ -30,7 +30,7 @@ ROWS, OFFSETS, ORDER, SCALAR = "rows", "offsets", "order", "scalar"
 # of rows in pages: the storage, which stays where it is; the page table; the rows that are written
 STORAGE, TABLE, ROOM = "storage", "table", "room"
 EVENTS = "events"  # the argument of `append`
-CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
+CONSTANTS = (bool, int, float, str, torch.dtype)
 
 
 class Buckets(NamedTuple):
@@ -97,16 +97,15 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] 
     """
     numbers: dict[int | str, int] = {}
     segments: dict[int | str, list[int | str]] = {}
-    for leaf in leaves:
-        size, rows = leaf.keys
-        if leaf.kind == OFFSETS:
-            counted = segments.setdefault(size, [])
-            if rows == leaf.rows:  # padding of named arguments is in the segments that there are
+    for _, kind, _, size, rows, _, (size_key, rows_key) in leaves:
+        if kind == OFFSETS:
+            counted = segments.setdefault(size_key, [])
+            if rows_key == rows:  # padding of named arguments is in the segments that there are
                 counted.append(rows)
-        if leaf.rows >= 0 and leaf.rows > numbers.get(rows, -1):
-            numbers[rows] = leaf.rows
-        if leaf.size >= 0 and leaf.size > numbers.get(size, -1):
-            numbers[size] = leaf.size
+        if rows > numbers.get(rows_key, -1):
+            numbers[rows_key] = rows
+        if size > numbers.get(size_key, -1):
+            numbers[size_key] = size
     found: dict[int | str, int] = {}
     fewest: dict[int | str, int] = {}
 
@@ -124,19 +123,16 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] 
     for key in numbers:
         if key not in segments and not add(key):
             return None
-    for size in sorted(segments, key=numbers.__getitem__, reverse=True):
+    for key in sorted(segments, key=numbers.__getitem__, reverse=True):
         needs = [
-            _cdiv(found[rows] - fewest[rows], _cdiv(fewest[rows], numbers[size]))
-            for rows in segments[size]
+            _cdiv(found[rows] - fewest[rows], _cdiv(fewest[rows], numbers[key]))
+            for rows in segments[key]
             if rows in found
         ]
-        if not add(size, max(1, *needs) if needs else 1):
+        if not add(key, max(1, *needs) if needs else 1):
             return None
-    made = {
-        keys: Capacities(found.get(keys[0], -1), found.get(keys[1], -1))
-        for keys in {leaf.keys for leaf in leaves}
-    }
-    capacities = [made[leaf.keys] for leaf in leaves]
+    of = found.get
+    capacities = [Capacities(of(leaf.keys[0], -1), of(leaf.keys[1], -1)) for leaf in leaves]
     # rows whose number is that of other segments were not counted above
     for leaf, both in zip(leaves, capacities):
         if leaf.kind == OFFSETS and leaf.keys[1] == leaf.rows:
@@ -160,8 +156,8 @@ def _cdiv(x: int, y: int) -> int:
 
 class Arguments:
     """The tensors of a call's arguments, and a hashable description of everything else, `spec`,
-    from which `build` makes arguments. capacities: of their sizes, by the caller. named_rows: the
-    arguments whose rows have capacities of their own."""
+    from which `build` makes arguments. forms: of the leaves, but for their sizes. capacities: of
+    these, by the caller. named_rows: the arguments whose rows have capacities of their own."""
 
     capacities: Sequence[Capacities]
 
@@ -177,6 +173,7 @@ class Arguments:
             names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)
         } | kwargs
         self.leaves: list[Leaf] = []
+        self.forms = list[tuple[Any, ...]]()
         self._devices = set[torch.device]()  # but the host
         # one buffer for a tensor that is given twice: layers compare offsets by identity
         self._places: dict[tuple[int, str], int] = {}
@@ -211,6 +208,17 @@ class Arguments:
         return next(iter(self._devices or (leaf.tensor.device for leaf in self.leaves)), None)
 
     def _flatten(self, name: str, x: Any) -> tuple[Any, ...]:
+        if x is None:
+            return "constant", None
+        if isinstance(x, PagedRows):
+            return self._flatten_pages(name, x)
+        if isinstance(x, Jagged):
+            return (
+                "jagged",
+                self._add(name, ROWS, x.values),
+                self._add(name, OFFSETS, x.offsets, x.values.shape[0]),
+                x.max_seqlen,
+            )
         rows, whole = self._offsets.get(name), x
         if isinstance(x, Tensor):
             if x.is_nested or x.layout != torch.strided:
@@ -223,17 +231,9 @@ class Arguments:
             check_offsets(name, x, rows)
             return "tensor", self._add(name, OFFSETS, x, rows)
         if isinstance(x, HistoryCache):
-            layers = self._flatten(f"{possessive(name)} layers", x.layers)
-            return "history", layers, self._flatten(name, x.timestamps), x.max_rows
-        if isinstance(x, PagedRows):
-            return self._flatten_pages(name, x)
-        if isinstance(x, Jagged):
-            return (
-                "jagged",
-                self._add(name, ROWS, x.values),
-                self._add(name, OFFSETS, x.offsets, x.values.shape[0]),
-                x.max_seqlen,
-            )
+            layers = f"{possessive(name)} layers"
+            parts = tuple([self._flatten(f"{layers}[{i}]", y) for i, y in enumerate(x.layers)])
+            return "history", ("tuple", parts), self._flatten(name, x.timestamps), x.max_rows
         if isinstance(x, CandidateIndex):
             if x.order is None:
                 place = self._add(name, OFFSETS, x.offsets, -1 if rows is None else rows)
@@ -245,7 +245,6 @@ class Arguments:
             ]
             return "index", self._add(name, OFFSETS, x.offsets, x.order.shape[0]), *orders
         if type(x) in (tuple, list):
-            parts: tuple[Any, ...]
             if (
                 len(x) == 2
                 and all(isinstance(part, Tensor) for part in x)
@@ -302,23 +301,28 @@ class Arguments:
         size: int | None = None,
         number: int = 0,
     ) -> int:
-        place = self._places.get((id(x), kind))
-        if place is not None:
+        leaves, seen = self.leaves, (id(x), kind)
+        place = self._places.setdefault(seen, len(leaves))
+        if place < len(leaves):
             return place
-        place = self._places[id(x), kind] = len(self.leaves)
-        if not x.is_cpu:
+        on_host, shape, argument, memory = x.is_cpu, x.shape, self._argument, None
+        if not on_host:
             self._devices.add(x.device)
-        if size is None:
-            sized = kind != STORAGE and x.dim()
-            size = x.shape[0] - (kind == OFFSETS) if sized else -1
-        keys: tuple[int | str, int | str] = size, rows
-        if self._argument is not None and kind in (OFFSETS, TABLE):
-            keys = size, self._argument
-        elif kind == ROOM and EVENTS in self._named_rows:  # where the events are written
-            keys = EVENTS, rows
-        elif self._argument is not None and size >= 0:
-            keys = self._argument, rows
-        self.leaves.append(Leaf(name, kind, x, size, rows, number, keys))
+        keys: tuple[int | str, int | str]
+        if kind == STORAGE:
+            size, memory = -1, (x.data_ptr(), shape, x.stride())
+            keys = size, rows
+        else:
+            if size is None:
+                size = shape[0] - (kind == OFFSETS) if shape else -1
+            if kind == ROOM and EVENTS in self._named_rows:  # where the events are written
+                argument = EVENTS
+            if argument is None or size < 0:
+                keys = size, rows
+            else:
+                keys = (size, argument) if kind in (OFFSETS, TABLE) else (argument, rows)
+        self.forms.append((kind, x.dtype, shape[1:], on_host, memory))
+        leaves.append(Leaf(name, kind, x, size, rows, number, keys))
         return place
 
     def _candidates(self, name: str, index: CandidateIndex) -> int:
@@ -394,7 +398,17 @@ def _build(spec: tuple[Any, ...], tensors: Sequence[Any], rows: Sequence[int]) -
 
 # -- buffers ---------------------------------------------------------------------------------------
 
-_TYPECODES = {torch.int32: "i", torch.int64: "q"}  # of the module array
+# of the module array
+_TYPECODES: dict[torch.dtype, Literal["i", "q"]] = {torch.int32: "i", torch.int64: "q"}
+
+
+def _held(function: Any, kind: Any) -> Any:
+    """A function of ctypes on memory that lets no other thread of Python go first."""
+    address = ctypes.cast(function, ctypes.c_void_p).value or 0
+    return ctypes.PYFUNCTYPE(None, ctypes.c_void_p, kind, ctypes.c_size_t)(address)
+
+
+_move, _fill = _held(ctypes.memmove, ctypes.c_void_p), _held(ctypes.memset, ctypes.c_int)
 _ALIGNMENT = 128  # of the parts of a packed buffer, in bytes: more than any kernel asks for
 
 
@@ -408,22 +422,31 @@ class Buffers:
     ) -> None:
         self.tensors: list[Tensor] = []
         self._written: list[Tensor] = []  # by `pad`
-        self._parts, end = list[tuple[int, int] | None](), 0  # of the leaves, in bytes
+        parts, end = list[tuple[int, int] | None](), 0  # of the leaves, in bytes
         for leaf, both in zip(leaves, capacities):
             if leaf.tensor.is_cpu and leaf.kind != STORAGE:
                 size = math.prod(leaf.shape(both)) * leaf.tensor.element_size()
-                self._parts.append((end, end + size))
+                parts.append((end, end + size))
                 end += -(-size // _ALIGNMENT) * _ALIGNMENT
             else:
-                self._parts.append(None)
+                parts.append(None)
         on_gpu = device.type == "cuda"
         self._on_device = torch.zeros(end, dtype=torch.uint8, device=device)
         self._on_host = torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
-        memory = (ctypes.c_ubyte * end).from_address(self._on_host.data_ptr())
-        self._bytes = memoryview(memory).cast("B") if end else memoryview(b"")
+        first = self._on_host.data_ptr()
+        # the places of leaves of integers on the host, with their parts of the memory; those of the
+        # others but storages
+        self._integers, self._others = list[tuple[int, int, memoryview]](), list[int]()
         self._copied = torch.cuda.Event() if on_gpu and end else None
-        for leaf, part, both in zip(leaves, self._parts, capacities):
+        for place, (leaf, part, both) in enumerate(zip(leaves, parts, capacities)):
             x = leaf.tensor
+            if part is not None and part[0] < part[1] and x.dtype in _TYPECODES:
+                address = first + part[0]
+                memory = (ctypes.c_ubyte * (part[1] - part[0])).from_address(address)
+                numbers = memoryview(memory).cast("B").cast(_TYPECODES[x.dtype])
+                self._integers.append((place, address, numbers))
+            elif leaf.kind != STORAGE:
+                self._others.append(place)
             if leaf.kind == STORAGE:
                 buffer = written = x
             elif part is not None:
@@ -442,11 +465,19 @@ class Buffers:
         """Copy the leaves' tensors into the buffers, and write the rest of these."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy of the call before
-        for buffer, leaf, part, both in zip(self._written, leaves, self._parts, capacities):
-            if part is not None and leaf.tensor.dtype in _TYPECODES:
-                _pad_integers(self._bytes, *part, leaf, both)
-            else:
-                pad(buffer, leaf, both)
+        # Each operator of torch would take longer than all of it, and let another thread of Python
+        # go first.
+        for place, address, memory in self._integers:
+            leaf = leaves[place]
+            x = leaf.tensor.contiguous()
+            _move(address, x.data_ptr(), x.nbytes)
+            rest = len(memory) - x.numel()
+            if rest and leaf.kind in (ROWS, TABLE):
+                _fill(address + x.nbytes, 0, rest * x.itemsize)
+            elif rest:
+                memory[-rest:] = _padding(leaf, capacities[place], memory.format, rest)
+        for place in self._others:
+            pad(self._written[place], leaves[place], capacities[place])
         if len(self._on_host):
             self._on_device.copy_(self._on_host, non_blocking=True)
         if self._copied is not None:
@@ -455,8 +486,6 @@ class Buffers:
 
 def pad(buffer: Tensor, leaf: Leaf, capacities: Capacities) -> None:
     """Copy the leaf's tensor into the buffer, and write the rest of the buffer."""
-    if leaf.kind == STORAGE:
-        return
     x, size = leaf.tensor.detach(), leaf.size
     if leaf.kind == SCALAR:
         buffer.copy_(x, non_blocking=True)
@@ -476,29 +505,16 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Capacities) -> None:
             buffer[size:].fill_(leaf.number if leaf.kind == ROOM else 0)
 
 
-def _pad_integers(
-    memory: memoryview, begin: int, end: int, leaf: Leaf, capacities: Capacities
-) -> None:
-    """`pad` of a leaf on the host, in these bytes of the buffers. Each operator of torch would take
-    longer than all of it, and let another thread of Python go first."""
-    x, size = leaf.tensor.contiguous(), leaf.size
-    rest = begin + x.nbytes
-    memory[begin:rest] = ctypes.string_at(x.data_ptr(), x.nbytes)
-    if rest == end:
-        return
-    if leaf.kind not in (OFFSETS, ORDER, ROOM):
-        memory[rest:end] = bytes(end - rest)
-        return
-    typecode, count = _TYPECODES[x.dtype], (end - rest) // x.itemsize
-    if leaf.kind == OFFSETS:
-        step, last = _padding_step(leaf, capacities), capacities.rows
-        numbers = range(leaf.rows + step, min(leaf.rows + step * count, last) + 1, step)
-        tail = array(typecode, numbers) + array(typecode, [last]) * (count - len(numbers))
-    elif leaf.kind == ORDER:
-        tail = array(typecode, range(size, size + count))
-    else:
-        tail = array(typecode, [leaf.number]) * count
-    memory[rest:end] = tail.tobytes()
+def _padding(leaf: Leaf, capacities: Capacities, typecode: str, count: int) -> array[int]:
+    """So many numbers behind a leaf's own, as `pad` writes them."""
+    if leaf.kind == ROOM:
+        return array(typecode, [leaf.number]) * count
+    if leaf.kind == ORDER:
+        return array(typecode, range(leaf.size, leaf.size + count))
+    last = capacities.rows
+    step = _cdiv(last - leaf.rows, count)
+    numbers = range(leaf.rows + step, min(leaf.rows + step * count, last) + 1, step)
+    return array(typecode, numbers) + array(typecode, [last]) * (count - len(numbers))
 
 
 def check_values(leaf: Leaf, sizes: set[int]) -> None:

@@ -183,10 +183,11 @@ class PagedHistoryCache:
         with self._lock:
             weights, known = self._current_weights(), self._table.users
             missing = list[Hashable]()
+            get, move = known.get, known.move_to_end
             for user in users:
-                x = known.get(user)
+                x = get(user)
                 if x is not None and x.weights == weights:
-                    known.move_to_end(user)
+                    move(user)
                 else:
                     missing.append(user)
             self._hits += len(users) - len(missing)
@@ -298,10 +299,11 @@ class PagedHistoryCache:
     ) -> Any:
         """`append` of a layer that writes the keys and values of the events into reserved rows
         before it attends to them."""
-        lengths = _lengths(Jagged.wrap(events, name="events"))
+        wrapped = events if isinstance(events, Jagged) else Jagged.wrap(events, name="events")
+        lengths = _lengths(wrapped)
+        check_users(users, len(lengths), "events")
         with self._ordered(copies=False):
             table, known = self._check_cached(users, anew)
-            check_users(users, len(lengths), "events")
             self._wait_for_readers()
             ranges = table.reserve(users, known, lengths)
         try:
@@ -336,6 +338,7 @@ class PagedHistoryCache:
             KeyError: a user is not cached with the layer's present weights.
             TypeError: users are no list or tuple.
         """
+        check_sequence(users)
         return self._select(users, self.reads_pages)
 
     def evict(self, users: Iterable[Hashable]) -> None:
@@ -364,8 +367,9 @@ class PagedHistoryCache:
         """The rows of users, if wanted in pages: unless a history begins within a page."""
         with self._ordered():
             table, known = self._check_cached(users)
+            move = table.users.move_to_end
             for user in users:
-                table.users.move_to_end(user)
+                move(user)
             if in_pages and not any(x.first for x in known):
                 return self._pin(table, known)
             ranges = [RowRange(x.pages, x.first, x.length) for x in known]
@@ -377,7 +381,7 @@ class PagedHistoryCache:
         may be on another stream. copies: whether this call makes some in the block."""
         with self._lock:
             self._unpin()
-            last = self._last_copy
+            last, stream = self._last_copy, None
             if last is not None:
                 stream = torch.cuda.current_stream(self._rows.device)
                 if stream != last[1]:
@@ -386,7 +390,7 @@ class PagedHistoryCache:
                 yield
             finally:
                 if copies and self._rows.values is not None and self._rows.device.type == "cuda":
-                    stream = torch.cuda.current_stream(self._rows.device)
+                    stream = stream or torch.cuda.current_stream(self._rows.device)
                     event = stream.record_event(None if last is None else last[0])
                     self._last_copy = event, stream
 
@@ -419,12 +423,11 @@ class PagedHistoryCache:
     ) -> tuple[PageTable, list[UserPages]]:
         """The page table, and the pages of the users, who must be cached. Those of anew get none
         first."""
-        check_sequence(users)
         weights, table = self._current_weights(), self._table
         if anew and table.num_pages:
             if strangers := set(anew).difference(users):
                 raise ValueError(f"anew must be of the users, got {strangers.pop()!r}")
-            table.replace(anew, [0] * len(anew), weights)
+            table.restart(anew, weights)
         get = table.users.get
         known = [x for user in users if (x := get(user)) is not None and x.weights == weights]
         if len(known) < len(users):

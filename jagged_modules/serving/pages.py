@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
@@ -62,36 +63,34 @@ class PageTable:
         self.num_pages, self.page_rows, self.num_rows, self.evictions = num_pages, page_rows, 0, 0
         self.users: OrderedDict[Hashable, UserPages] = OrderedDict()
         self._unused, self._freed = 0, list[int]()  # pages from _unused on were never used
-        # readers of a page; pinned pages of no user
-        self._pins, self._waiting = dict[int, int](), set[int]()
+        # what each reader reads; pinned pages of no user
+        self._readers, self._waiting = dict[int, Sequence[int]](), set[int]()
 
     @property
     def num_free(self) -> int:
         return self.num_pages - self._unused + len(self._freed)
 
-    def pin(self, pages: Iterable[int]) -> None:
+    def pin(self, pages: Sequence[int]) -> None:
         """Pages have one reader more."""
-        pins = self._pins
-        for page in pages:
-            pins[page] = pins.get(page, 0) + 1
+        self._readers[id(pages)] = pages
 
-    def unpin(self, pages: Iterable[int]) -> None:
-        """Undo a `pin`."""
-        pins = self._pins
-        for page in pages:
-            readers = pins.pop(page) - 1
-            if readers:
-                pins[page] = readers
-            elif page in self._waiting:
-                self._free([page])
+    def unpin(self, pages: Sequence[int]) -> None:
+        """Undo a `pin` of this very object."""
+        del self._readers[id(pages)]
+        if self._waiting:
+            waiting, self._waiting = self._waiting, set()
+            self._free(waiting)
 
-    def _free(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            if page in self._pins:
-                self._waiting.add(page)
-            else:
-                self._waiting.discard(page)
-                self._freed.append(page)
+    @property
+    def _pins(self) -> set[int]:
+        """Pages that are read. Most writes find none, so they are not counted page by page."""
+        return set(itertools.chain.from_iterable(self._readers.values()))
+
+    def _free(self, pages: Collection[int]) -> None:
+        if self._readers and pages:
+            self._waiting |= self._pins.intersection(pages)
+            pages = [page for page in pages if page not in self._waiting]
+        self._freed.extend(pages)
 
     def drop(self, user: Hashable) -> None:
         x = self.users.pop(user)
@@ -104,11 +103,20 @@ class PageTable:
         """Give each user pages for a history of this length in place of those that the user has.
         Returns the rows to write."""
         self._check(sum(self._pages_of(length) for length in lengths), len(users), len(self._pins))
-        for user in users:
-            if user in self.users:
-                self.drop(user)
-            self.users[user] = UserPages(weights)
+        self.restart(users, weights)
         return self.extend(users, lengths)
+
+    def restart(self, users: Iterable[Hashable], weights: int) -> None:
+        """Users have no rows, until `reserve` in the pages that they had, unless these are read."""
+        for user in users:
+            x = self.users.get(user)
+            if x is None or self._readers:
+                if x is not None:
+                    self.drop(user)
+                self.users[user] = UserPages(weights)
+            else:
+                self.num_rows -= x.length
+                x.weights, x.first, x.length = weights, 0, 0
 
     def extend(self, users: Sequence[Hashable], lengths: Sequence[int]) -> list[RowRange]:
         """Give each user pages for so many more rows. Returns the rows to write, of users who have
@@ -122,16 +130,22 @@ class PageTable:
         self, users: Sequence[Hashable], known: Sequence[UserPages], lengths: Sequence[int]
     ) -> list[RowRange]:
         """`extend`, but the rows do not count until `count`. known: the pages of the users."""
-        for user in users:
-            self.users.move_to_end(user)
-        ranges = [RowRange(x.pages, x.first + x.length, n) for x, n in zip(known, lengths) if n]
-        needs = [
-            (x.pages, more)
-            for x in ranges
-            if (more := self._pages_of(x.begin + x.length) - len(x.pages)) > 0
-        ]
+        needs: list[tuple[array[int], int]] = []
+        ranges, move = list[RowRange](), self.users.move_to_end
+        for user, x, n in zip(users, known, lengths):
+            move(user)
+            if n or not x.length:
+                begin, pages = x.first + x.length, x.pages
+                if n:
+                    ranges.append(RowRange(pages, begin, n))
+                more = self._pages_of(begin + n) - len(pages)
+                if more > 0:
+                    needs.append((pages, more))
+                elif more < 0:  # of a history before
+                    self._free(pages[more:])
+                    del pages[more:]
         if needs:
-            more, pinned = sum([more for _, more in needs]), set(self._pins)
+            more, pinned = sum([more for _, more in needs]), self._pins
             if pinned:
                 pinned.difference_update(*[x.pages for x in known])
             self._check(sum([len(x.pages) for x in known]) + more, len(users), len(pinned))
@@ -218,19 +232,19 @@ def row_indices(
 
 def rows_on_host(ranges: Sequence[RowRange], page_rows: int) -> Tensor:
     """The rows of `row_indices`, on the host: for those to write, which are new."""
-    rows = array("q")
+    parts = list[memoryview]()
     for pages, begin, length in ranges:
         end = begin + length
         while begin < end:
             page, within = divmod(begin, page_rows)
-            part = _rows_of(pages[page], page_rows)[within : within + end - begin]
-            rows += part
-            begin += len(part)
-    # an empty buffer is an error
-    return torch.frombuffer(rows or array("q", [0]), dtype=torch.int64)[: len(rows)]
+            parts.append(_rows_of(pages[page], page_rows)[within : within + end - begin])
+            begin += page_rows - within
+    if not parts:  # an empty buffer is an error
+        return torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(bytearray().join(parts), dtype=torch.int64)
 
 
 @functools.lru_cache(2**14)
-def _rows_of(page: int, page_rows: int) -> array[int]:
+def _rows_of(page: int, page_rows: int) -> memoryview:
     """The rows of a page. Kept, as to make them takes longer than all else that a write needs."""
-    return array("q", range(page * page_rows, (page + 1) * page_rows))
+    return memoryview(array("q", range(page * page_rows, (page + 1) * page_rows)))

@@ -19,7 +19,8 @@ def listed_users(users: Any) -> list[Hashable]:
     """The users of an iterable, which may be a generator."""
     if isinstance(users, (str, bytes)):
         raise TypeError(f"users must be an iterable of keys, got the one key {users!r}")
-    check_kind("users", users, Iterable, "an iterable of keys")
+    if not is_sequence(users):
+        check_kind("users", users, Iterable, "an iterable of keys")
     users = list(users)
     check_keys(users)
     return users

@@ -324,7 +324,7 @@ def test_the_scores_of_an_empty_history(start, served, name, cache):
     ranker, known = ranker_of(served[name], cache), ranker_of(served[name], 0)
     known.histories._offsets[:] = 0
     if name == "attention":
-        known.users.columns[:] = -1
+        known.step.users.fill_(-1)
     running = start(ranker, unknown_users="empty")
     requests = Requests(known)
     for user in ("nobody", "nobody", 25):

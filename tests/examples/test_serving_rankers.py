@@ -109,6 +109,19 @@ def test_several_requests_of_a_user(served, name):
         assert_same_scores(together.score(batch), [alone.score([request])[0] for request in batch])
 
 
+@every_model
+def test_requests_of_a_user_of_which_one_stores_its_events(served, name):
+    """Those of the other are not stored, and what is cached of the user goes."""
+    ranker = ranker_of(served[name])
+    requests = Requests(ranker)
+    lengths = [ranker.histories.length(user) for user in (7, 8)]
+    batch = [requests.of(7, events=2), replace(requests.of(7), stores_events=False)]
+    batch += [requests.of(7), replace(requests.of(8, events=1), stores_events=False)]
+    ranker.score(batch)
+    assert [ranker.histories.length(user) for user in (7, 8)] == [lengths[0] + 2, lengths[1]]
+    assert 7 not in ranker.cache and 8 not in ranker.cache
+
+
 @pytest.mark.parametrize("cache", [0, CACHE])
 def test_scores_without_a_log_are_those_of_the_same_events(served, cache):
     """The requests bring the histories that the log would."""
@@ -274,8 +287,10 @@ def test_events_that_are_replaced(served, name):
 
 
 def test_events_that_are_added(served):
-    """As joined arrays have them; what was read before stays as it was."""
+    """As joined arrays have them; what was read before stays as it was. Windows are the last events
+    of these, of the log's before and of new ones."""
     histories, random = ranker_of(served["hstu"]).histories, np.random.default_rng(0)
+    log = [np.array(histories.window(user, NONE, 10**6)) for user in range(3)]
     expected, read = {}, []
     for _ in range(300):
         user, count, keep = (int(random.integers(n)) for n in (3, 9, 40))
@@ -288,9 +303,14 @@ def test_events_that_are_added(served):
             if count:
                 known = expected.get(user, np.zeros((2, 0), np.int64))
                 expected[user] = np.concatenate([known, events], axis=1)[:, -keep - 1 :]
-        found = histories.parts(user, NONE, 10**6)[-1]
+        items, ratings = [], []
+        histories.collect(user, NONE, 10**6, items, ratings)
         if user in expected and expected[user].shape[1]:
-            read.append((found, expected[user]))
+            read.append(((items[1], ratings[1]), expected[user]))
+        known = np.concatenate([log[user], expected.get(user, log[user][:, :0])], axis=1)
+        for count in (1, 3, 20, len(known[0]) + 3):
+            window = np.concatenate([known, events], axis=1)[:, -count:]
+            np.testing.assert_array_equal(np.array(histories.window(user, events, count)), window)
     assert len(read) > 200
     for found, wanted in read:
         np.testing.assert_array_equal(np.array(found), wanted)

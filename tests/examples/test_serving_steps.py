@@ -126,10 +126,10 @@ class Frozen(Direct):
 @pytest.mark.parametrize(
     "name, cache, new, most",
     [
-        ("hstu", CACHE, 0, 106),
-        ("hstu", CACHE, 1, 228),
-        ("hstu", 0, 1, 230),
-        ("attention", CACHE, 1, 272),
+        ("hstu", CACHE, 0, 72),
+        ("hstu", CACHE, 1, 165),
+        ("hstu", 0, 1, 110),
+        ("attention", CACHE, 1, 155),
     ],
 )
 def test_calls_of_a_batch(served, monkeypatch, name, cache, new, most):

@@ -274,7 +274,7 @@ def test_pages_are_read_as_long_as_a_copy_of_their_table_exists():
     table = cache.select(["a"]).layers[0].pages.table
     pages = set(cache._table.users["a"].pages)
     with cache._ordered():
-        assert pages <= cache._table._pins.keys()
+        assert pages <= cache._table._pins
     del table
     with cache._ordered():
         assert not cache._table._pins

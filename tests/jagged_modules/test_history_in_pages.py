@@ -358,4 +358,26 @@ def test_a_cache_that_is_only_read_does_not_grow():
     put(cache, {1: 200})
     for _ in range(20):
         cache.select([1, 1])
-    assert len(cache._read) <= 1 and max(cache._table._pins.values()) <= 2
+    assert len(cache._read) <= 1 and len(cache._table._readers) <= 2
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_histories_begin_anew_in_their_pages(is_read):
+    """A shorter history frees those that it does not need. Pages that are read stay as they are,
+    and are free when they are read no more."""
+    cache = jm.PagedHistoryCache(Rows(), 2**20, PAGE)
+    old, new = torch.randn(300, 2), torch.randn(5, 2)
+    cache.put(["a"], jagged([old]))
+    pages, page = set(cache._table.users["a"].pages), cache.statistics().bytes // 3
+    selected = cache.select(["a"]) if is_read else None
+    cache.append(["a"], jagged([new]), anew=["a"])
+    assert torch.equal(*rows_of(cache.select(["a"])), new)
+    if selected is not None:
+        assert torch.equal(*rows_of(selected), old)
+        assert cache._table.users["a"].pages[0] not in pages
+        assert cache.statistics().bytes == 4 * page
+    else:
+        assert cache._table.users["a"].pages[0] in pages
+    del selected
+    cache.append(["a"], jagged([new[:1]]))
+    assert cache.statistics().bytes == page
