@@ -16,6 +16,7 @@ from ..bias import RelativeBias
 from ..dropout import parse_dropout
 from ..dtypes import autocast, autocast_operands
 from ..masks import AttentionMask
+from ..scalars import check_shape
 from ..segments import RowSegments, check_device, normal_form
 from ..settings import backward_workspace, is_batch_invariant
 from ..tracing import is_symbolic
@@ -213,10 +214,7 @@ def _with_output_scale(
 
 
 def check_output_scale(output_scale: Tensor, num_segments: int, device: torch.device) -> None:
-    if output_scale.shape != (num_segments,):
-        raise ValueError(
-            f"output_scale must have shape [B] = [{num_segments}], got {list(output_scale.shape)}"
-        )
+    check_shape("output_scale", output_scale, "[B]", num_segments)
     check_device("output_scale", output_scale, device, "q's")
 
 

@@ -13,7 +13,7 @@ from torch.types import Device
 
 from ..containers.conversions import is_keyed_tensor, wait_for
 from ..functional.linear_compress import compress_levels
-from ..scalars import check_kind, check_size, is_sequence, possessive
+from ..scalars import check_equal, check_kind, check_size, is_sequence, possessive
 from ..tracing import one_module
 from .parameters import Layer
 
@@ -129,10 +129,7 @@ class LinearCompressEmbedding(Layer):
         shared, indices = _levels(user_embeddings), _levels(candidates)
         levels = len(self.num_embeddings) - 1
         for name, given in (("user_embeddings", shared), ("candidates", indices)):
-            if len(given) != levels:
-                raise ValueError(
-                    f"{name} must have one entry per shared level, {levels}, got {len(given)}"
-                )
+            check_equal(name, "have one entry per shared level", levels, len(given))
         names = [*_names("user_embeddings", levels), "candidate_embeddings"]
         tensors = [
             _dense(*level) for level in zip(names, [*shared, candidate_embeddings], self.features)

@@ -21,9 +21,17 @@ from ..containers.pages import DTYPES_OF_8_BITS
 from ..dtypes import names
 from ..scalars import check_kind, check_size, to_ints
 from ..submodules import Members
-from .pages import CacheFull, PageTable, RowRange, UserPages
+from .pages import (
+    CacheFull,
+    PageTable,
+    RowRange,
+    UserPages,
+    check_keys,
+    check_sequence,
+    check_users,
+    listed_users,
+)
 from .storage import RowStorage
-from .users import check_keys, check_sequence, check_users, listed_users
 
 __all__ = ["CacheFull", "CacheStatistics", "CachingLayer", "PagedHistoryCache"]
 

@@ -15,12 +15,13 @@ import functools
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..containers.offsets import rows_and_segments
+from ..scalars import check_equal, check_kind, is_sequence
 
 
 class CacheFull(ValueError):
@@ -234,3 +235,38 @@ def rows_on_host(ranges: Sequence[RowRange], page_rows: int) -> Tensor:
 def _rows_of(page: int, page_rows: int) -> array[int]:
     """The rows of a page. Kept, as to make them takes longer than all else that a write needs."""
     return array("q", range(page * page_rows, (page + 1) * page_rows))
+
+
+# -- checks of the users that a caller names ------------------------------------------------------
+
+
+def check_sequence(users: Any) -> None:
+    """Others may end after one pass, or have no order. The characters of a text are no users."""
+    if not is_sequence(users):
+        raise TypeError(f"users must be a list or a tuple of keys, got {type(users).__name__}")
+    check_keys(users)
+
+
+def listed_users(users: Any) -> list[Hashable]:
+    """The users of an iterable, which may be a generator."""
+    if isinstance(users, (str, bytes)):
+        raise TypeError(f"users must be an iterable of keys, got the one key {users!r}")
+    check_kind("users", users, Iterable, "an iterable of keys")
+    users = list(users)
+    check_keys(users)
+    return users
+
+
+def check_keys(users: Sequence[object]) -> None:
+    for kind in dict.fromkeys(map(type, users)):
+        if kind.__hash__ is None:  # as isinstance(user, Hashable), which takes far longer
+            raise TypeError(f"users must be hashable, got a {kind.__name__}")
+
+
+def check_users(users: Sequence[Hashable], segments: int, name: str) -> None:
+    """One user per segment of `name`, without repetition."""
+    check_sequence(users)
+    check_equal("users", f"be one per segment of {name}", segments, len(users))
+    if len(set(users)) != len(users):
+        repeated = next(user for i, user in enumerate(users) if user in users[:i])
+        raise ValueError(f"users must not be repeated, got {repeated!r} twice")

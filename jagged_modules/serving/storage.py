@@ -15,6 +15,7 @@ from torch import Tensor
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
 from ..containers.pages import HostTables, PagedRows, Room, from_8_bits, gather_pages, write_rows
+from ..scalars import check_equal
 from .pages import CacheFull, RowRange, UserPages, row_indices, rows_on_host
 
 
@@ -110,11 +111,7 @@ class RowStorage:
         found = shape, first.dtype, first.device, has_timestamps
         expected = tuple(pages.shape[1:]), self.dtype, pages.device, self.timestamps is not None
         for name, x, own in zip(("shape", "dtype", "device", "timestamps"), found, expected):
-            if x != own:
-                raise ValueError(
-                    f"the layer's keys and values must keep the {name} of the first put, {own},"
-                    f" got {x}"
-                )
+            check_equal("the layer's keys and values", f"keep the {name} of the first put", own, x)
 
     def indices(self, ranges: Sequence[RowRange]) -> tuple[Tensor, Tensor, Tensor]:
         """`row_indices` of these ranges, on the device."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from ..scalars import check_equal
 from .calls import Call, first_of, is_tensor, positional
 from .capture import MAP_NAME, Captured, is_keyed_jagged, named
 from .lineage import Lineage, Map, Size, shape_of
@@ -181,10 +182,8 @@ def with_checked_entries(
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = named(dict(zip(arguments, args)) | kwargs)
         for argument, expected in containers.items():
-            if (own := _inside(argument, given)) != expected:
-                raise ValueError(
-                    f"{argument} must have the entries of example_inputs, {expected}, got {own}"
-                )
+            own = _inside(argument, given)
+            check_equal(argument, "have the entries of example_inputs", expected, own)
         for name, expected in keys.items():
             x: Any = given.get(name)
             if not is_keyed_jagged(x) or list(x.keys()) != expected:
@@ -198,11 +197,8 @@ def with_checked_entries(
             if name in names:
                 row, owner = "user", names[0]
             numbers = num_rows(given.get(owner))[:1]
-            if numbers and given[name].stride() != numbers[0]:
-                raise ValueError(
-                    f"{name} must have one sample per {row}, {numbers[0]}, got"
-                    f" {given[name].stride()}"
-                )
+            if numbers:
+                check_equal(name, f"have one sample per {row}", numbers[0], given[name].stride())
         return of_graph(self, *args, **kwargs)
 
     type(fused).forward = forward
