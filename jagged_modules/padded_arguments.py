@@ -423,17 +423,15 @@ class Buffers:
         self._bytes = memoryview(memory).cast("B") if end else memoryview(b"")
         self._copied = torch.cuda.Event() if on_gpu and end else None
         for leaf, part, both in zip(leaves, self._parts, capacities):
-            x = leaf.tensor
+            x, shape = leaf.tensor, leaf.shape(both)
             if leaf.kind == STORAGE:
                 buffer = written = x
             elif part is not None:
-                shape = leaf.shape(both)
                 written, buffer = (
                     whole[slice(*part)].view(x.dtype).view(shape)
                     for whole in (self._on_host, self._on_device)
                 )
             else:
-                shape = leaf.shape(both)
                 buffer = written = torch.zeros(shape, dtype=x.dtype, device=device)
             self.tensors.append(buffer)
             self._written.append(written)

@@ -307,9 +307,7 @@ def _part(
     else:
         check_size("k", k, at_least=0)
         total = min(total, segments * k)
-    known = values_are_checkable(given) and not (
-        isinstance(k, Tensor) and not values_are_checkable(k)
-    )
+    known = values_are_checkable(given) and (not isinstance(k, Tensor) or values_are_checkable(k))
     if known:
         lengths = given.diff().cpu()
         total = int(torch.minimum(lengths, torch.as_tensor(k, device="cpu").to(lengths)).sum())

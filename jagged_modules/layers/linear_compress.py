@@ -207,19 +207,14 @@ def _dense(name: str, x: Any, features: tuple[str, ...] | None) -> Tensor:
             f"{possessive(name)} values must have shape [B, {sum(widths)}], that of its features,"
             f" got {list(values.shape)}"
         )
-    if keys != features:
-        _check_same_features(name, keys, features)
-        columns = dict(zip(keys, values.split(widths, dim=1)))
-        values = torch.cat([columns[feature] for feature in features], dim=1)
-    return torch.unflatten(values, 1, (len(widths), widths[0]))
-
-
-def _check_same_features(name: str, keys: tuple[str, ...], features: tuple[str, ...]) -> None:
     if sorted(keys) != sorted(features):
         missing = [key for key in features if key not in keys]
         unexpected = [key for key in keys if key not in features]
-        found = f"missing {missing}, unexpected {unexpected}"
         raise ValueError(
             f"{name} must have each of the layer's {len(features)} features once, got {len(keys)}:"
-            f" {found}"
+            f" missing {missing}, unexpected {unexpected}"
         )
+    if keys != features:
+        columns = dict(zip(keys, values.split(widths, dim=1)))
+        values = torch.cat([columns[feature] for feature in features], dim=1)
+    return torch.unflatten(values, 1, (len(widths), widths[0]))

@@ -103,12 +103,9 @@ def xavier_linear(
     support subclasses."""
     linear = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
     # to_empty of torch 2.13 fails in a FakeTensorMode
+    where = torch.empty(0, device=device).device
     for name, parameter in [*linear.named_parameters()]:
-        setattr(
-            linear,
-            name,
-            nn.Parameter(torch.empty_like(parameter, device=torch.empty(0, device=device).device)),
-        )
+        setattr(linear, name, nn.Parameter(torch.empty_like(parameter, device=where)))
     vars(linear)["reset_parameters"] = functools.partial(_reset_xavier, linear)
     linear.reset_parameters()
     return linear

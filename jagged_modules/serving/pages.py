@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +136,10 @@ class PageTable:
             if pinned:
                 pinned.difference_update(*[x.pages for x in known])
             self._check(sum([len(x.pages) for x in known]) + more, len(users), len(pinned))
-            self._make_room(more, set(users))
+            keep = set(users)
+            while self.num_free < more:  # evict the least recently used of the others
+                self.drop(next(user for user in self.users if user not in keep))
+                self.evictions += 1
             for pages, more in needs:
                 pages.extend([self._take() for _ in range(more)])
         return ranges
@@ -178,12 +181,6 @@ class PageTable:
                 f"max_bytes allows {self.num_pages} pages of {self.page_rows} rows,{read} but the"
                 f" histories of these {users} users need {pages}"
             )
-
-    def _make_room(self, pages: int, keep: Collection[Hashable]) -> None:
-        """Evict the least recently used users, but none of `keep`, until so many pages are free."""
-        while self.num_free < pages:
-            self.drop(next(user for user in self.users if user not in keep))
-            self.evictions += 1
 
     def _take(self) -> int:
         if self._freed:

@@ -113,10 +113,6 @@ class RowStorage:
         for name, x, own in zip(("shape", "dtype", "device", "timestamps"), found, expected):
             check_equal("the layer's keys and values", f"keep the {name} of the first put", own, x)
 
-    def indices(self, ranges: Sequence[RowRange]) -> tuple[Tensor, Tensor, Tensor]:
-        """`row_indices` of these ranges, on the device."""
-        return row_indices(ranges, self.page_rows, self.device)
-
     def write(self, rows: HistoryCache, ranges: Sequence[RowRange]) -> None:
         """Copy the rows to these ranges."""
         # a copy in place of a dozen launches
@@ -131,7 +127,7 @@ class RowStorage:
 
     def gather(self, ranges: Sequence[RowRange], max_rows: int | None) -> HistoryCache:
         """A copy of these ranges."""
-        index, offsets, lengths = self.indices(ranges)
+        index, offsets, lengths = row_indices(ranges, self.page_rows, self.device)
         assert self.values is not None and self.dtype is not None
         values, scales, times = (
             None if x is None else x.index_select(0, index)

@@ -151,9 +151,8 @@ def _sums_by_key(sizes: list[Any], lengths: Any) -> bool:
         total = positional(unbind)[0] if unbind is not None else None
         if index != key or total is None or total.target is not aten.sum.dim_IntList:
             return False
-        if positional(total)[1] != [1]:
-            return False
-        if positional(positional(total)[0])[0] is not lengths:
+        summed, dims = positional(total)[:2]
+        if dims != [1] or positional(summed)[0] is not lengths:
             return False
     return True
 
