@@ -69,12 +69,8 @@ def checked_call(
     options: AttentionOptions,
 ) -> ParsedAttention:
     """`parsed_call` of operands that a caller or a module gives, in the dtype of autocast.
-
-    Raises:
-        WrongDtype: of q, which the device has no attention for.
-        ValueError: q, k and v do not match.
-        RuntimeError: inside a torch.func transform, except by definition.
-    """
+    WrongDtype if the device has no attention for q's, ValueError if q, k and v do not match,
+    RuntimeError inside a torch.func transform, except by definition."""
     pages, implementation = options.pages, options.implementation
     if pages is not None and keys is not None:
         k, v, pages = readable_keys(pages, keys.offsets, (q, k, v), implementation)

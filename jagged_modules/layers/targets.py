@@ -54,11 +54,8 @@ def are_levels(candidates: object) -> TypeGuard[LevelIndices]:
 def parse_histories(
     name: str, x: Any, candidates: object, parse: Callable[[str, Any], Jagged]
 ) -> dict[str, Jagged]:
-    """The history of each level by its name in errors, of which `parse` makes it.
-
-    Raises:
-        ValueError: candidates are of several levels, and x is not a tuple of as many entries.
-    """
+    """The history of each level by its name in errors, of which `parse` makes it. ValueError if
+    candidates are of several levels, and x is not a tuple of as many entries."""
     if not are_levels(candidates):
         return {name: parse(name, x)}
     if not is_sequence(x) or len(x) != len(candidates) or not candidates:
@@ -79,15 +76,12 @@ def parse_targets(
     *,
     may_be_equal: bool = True,
 ) -> Targets:
-    """The targets of these histories.
+    """The targets of these histories. TypeError or ValueError unless all match.
 
     Args:
         histories: of `parse_histories`.
         projection, width: that of the targets, and E_t.
         may_be_equal: whether a dense tensor `[B, T, E_t]` without candidates is taken.
-
-    Raises:
-        TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match.
     """
     targets = wait_for(targets)
     if candidates is not None:

@@ -46,11 +46,8 @@ class Bags:
 
 
 def find_bags(captured: Captured, names: list[str]) -> Bags | None:
-    """The bags of these inputs, None without such inputs.
-
-    Raises:
-        ValueError: an input is used other than by embedding bags.
-    """
+    """The bags of these inputs, None without such inputs. ValueError if an input is used other than
+    by embedding bags."""
     if not names:
         return None
     leaves = {x: name for name in names for x in captured.inputs[name] if is_tensor(x)}
