@@ -18,9 +18,8 @@ from .graphed import graphed
 from .layers.block_attention import BlockDiagonalSelfAttention
 from .layers.din_attention import JaggedDINAttention
 from .layers.encoder import JaggedEncoder, JaggedEncoderLayer
-from .layers.gdpa import JaggedGDPA
+from .layers.gdpa import GDPAConfig, JaggedGDPA
 from .layers.gdpa_block import GDPABlock
-from .layers.gdpa_config import GDPAConfig
 from .layers.hstu import HSTULayer
 from .layers.hstu_config import HSTUConfig
 from .layers.hstu_stack import HSTUStack

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from .scalars import check_size
+from .scalars import check_equal, check_size
 from .segments import check_integers, values_are_checkable
 from .validation import check_tensor
 
@@ -94,7 +94,11 @@ class RelativeBias:
         if self.time is not None and self.timestamps is None:
             raise ValueError("timestamps must be given with time, got None")
         if self.time is not None and self.boundaries is not None:
-            _check_boundaries(self.boundaries, self.time.shape[-1] - 1)
+            edges, count = self.boundaries, self.time.shape[-1] - 1
+            must = "have one element less than time has buckets"
+            check_equal("boundaries", must, count, edges.shape[0])
+            if values_are_checkable(edges) and bool((edges.diff() < 0).any()):
+                raise ValueError(f"boundaries must not decrease, got {edges}")
 
     @staticmethod
     def log_boundaries(num_buckets: int, device: Device = None) -> Tensor:
@@ -128,16 +132,6 @@ class RelativeBias:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         shapes = [f"{name}={list(x.shape)}" for name, x in given.items() if x is not None]
         return f"RelativeBias({', '.join(shapes)})"
-
-
-def _check_boundaries(boundaries: Tensor, num_buckets: int) -> None:
-    if boundaries.shape[0] != num_buckets:
-        raise ValueError(
-            f"boundaries must have one element less than time has buckets, {num_buckets}, got"
-            f" {boundaries.shape[0]}"
-        )
-    if values_are_checkable(boundaries) and bool((boundaries.diff() < 0).any()):
-        raise ValueError(f"boundaries must not decrease, got {boundaries}")
 
 
 def _log_edges() -> tuple[int, ...]:

@@ -140,29 +140,26 @@ class Step:
         kept_as_they_are = torch.autograd.graph.saved_tensors_hooks(_same, _same)
         autocast = torch.autocast(device, dtype, enabled, cache_enabled=False)
         with torch.set_grad_enabled(self._trained), kept_as_they_are, autocast, rehearsal():
-            self._leaves = [
+            leaves = [
                 x.detach().requires_grad_(wanted) for x, wanted in zip(self.buffers, self._wanted)
             ]
-            self._aliases = {
-                name: x.detach().requires_grad_() for name, x in self._parameters.items()
-            }
-            args, kwargs = build(self._spec, self._leaves, self._rows)
-            result = torch.func.functional_call(self._module, self._aliases, args, kwargs)
+            aliases = {name: x.detach().requires_grad_() for name, x in self._parameters.items()}
+            # those that get gradients: of the leaves, then of the parameters
+            self._inputs = [*(x for x in leaves if x.requires_grad), *aliases.values()]
+            args, kwargs = build(self._spec, leaves, self._rows)
+            result = torch.func.functional_call(self._module, aliases, args, kwargs)
             flat, self._structure = tree_flatten(result)
+            is_first = self._results is None
             if self._results is None:
                 self._results = [self._describe(x) for x in flat]
-                outputs = [
-                    x for x, result in zip(flat, self._results) if isinstance(result, _Sliced)
-                ]
+            outputs = [x for x, result in zip(flat, self._results) if result is _SLICED]
+            if is_first:
                 self.gradients = [torch.zeros_like(x) if x.requires_grad else None for x in outputs]
-                self._readers = _readers(
-                    outputs,
-                    [*(x for x in self._leaves if x.requires_grad), *self._aliases.values()],
-                )
-            return [x for x, result in zip(flat, self._results) if isinstance(result, _Sliced)]
+                self._readers = _readers(outputs, self._inputs)
+            return outputs
 
     def _describe(self, x: Any) -> Any:
-        """A constant; the index of the offsets that x is; or _Sliced."""
+        """A constant; the index of the offsets that x is; or _SLICED."""
         if x is None or isinstance(x, (bool, str)):
             return _Constant(x)
         if not isinstance(x, Tensor):  # a number may be a size, which is that of the padding
@@ -188,18 +185,16 @@ class Step:
                 f" padded to {sorted(sizes)}, got {list(x.shape)}; compute losses and means over"
                 " the batch outside"
             )
-        return _Sliced(x.shape[0])
+        return _SLICED
 
     def _backward(self, outputs: list[Tensor]) -> list[Tensor | None]:
-        """Gradients of the leaves that want one, then of the parameters."""
-        wanted = [*(x for x in self._leaves if x.requires_grad), *self._aliases.values()]
+        """Gradients of `_inputs`."""
         outputs = [x for x in outputs if x.requires_grad]
         if not outputs:
-            return [None] * len(wanted)
+            return [None] * len(self._inputs)
+        given = [x for x in self.gradients if x is not None]
         with torch.autocast(self.buffers[0].device.type, enabled=False):
-            found = torch.autograd.grad(
-                outputs, wanted, [x for x in self.gradients if x is not None], allow_unused=True
-            )
+            found = torch.autograd.grad(outputs, self._inputs, given, allow_unused=True)
         gradients: list[Tensor | None] = [*found]
         if any(x is not None and x.layout != torch.strided for x in gradients):
             raise ValueError(
@@ -225,13 +220,10 @@ class Step:
             outputs = iter(_replay(self, call, sizes, *wanted, *self._parameters.values()))
         flat: list[Any] = []
         for x in self._results or ():
-            flat.append(
-                next(outputs)
-                if isinstance(x, _Sliced)
-                else x.value
-                if isinstance(x, _Constant)
-                else leaves[int(x)].tensor
-            )
+            if x is _SLICED:
+                flat.append(next(outputs))
+            else:
+                flat.append(x.value if isinstance(x, _Constant) else leaves[int(x)].tensor)
         if self._structure.is_leaf():
             return flat[0]
         is_flat = self._structure.type is tuple and self._structure.num_nodes == 1 + len(flat)
@@ -293,10 +285,7 @@ def _readers(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[set[in
     return found
 
 
-class _Sliced(NamedTuple):
-    """A result whose first dimension is this capacity."""
-
-    capacity: int
+_SLICED = object()  # a result whose first dimension is a capacity
 
 
 class _Constant(NamedTuple):

@@ -71,19 +71,14 @@ def _gate_linear_backward(dout: Tensor, *args: Any, **_: Any) -> int:
     return 2 * dout.shape[0] * projection.numel() * (2 if needs_projection else 1)
 
 
-def _num_block_pairs(offsets: Tensor, block_size: int, rows: int) -> int:
-    """Pairs of rows in the same block."""
-    if not _has_values(offsets):
-        return rows * block_size
-    lengths = offsets.diff()
-    return int((lengths // block_size * block_size**2 + (lengths % block_size) ** 2).sum())
-
-
 def _block_attention(gemms: int, packed: bool, backward: bool) -> Formula:
     def formula(*args: Any, out_val: Any, **_: Any) -> int:
         rows, *operands = args[1:] if backward else args
         offsets, block_size = (operands[0], operands[3]) if packed else (operands[2], operands[5])
-        pairs = _num_block_pairs(offsets, block_size, rows.shape[0])
+        pairs, lengths = rows.shape[0] * block_size, offsets.diff()  # of rows in the same block
+        if _has_values(offsets):
+            of_segments = lengths // block_size * block_size**2 + (lengths % block_size) ** 2
+            pairs = int(of_segments.sum())
         return 2 * gemms * pairs * rows.shape[-2] * rows.shape[-1]
 
     return formula

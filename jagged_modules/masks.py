@@ -10,7 +10,7 @@ from jagged_kernels.schedule.cost import MaskParams
 from torch import Tensor
 from torch.types import Device
 
-from .scalars import check_flag, check_size, is_sequence, to_ints
+from .scalars import check_flag, check_shape, check_size, is_sequence, to_ints
 from .segments import check_device, check_integers, check_not_negative, values_are_checkable
 
 LONGEST = 2**30
@@ -300,10 +300,7 @@ def check_num_targets(
         return
     check_integers(name, num_targets)
     segments = kv_offsets.shape[0] - 1
-    if num_targets.shape != (segments,):
-        raise ValueError(
-            f"{name} must have shape [B] = [{segments}], got {list(num_targets.shape)}"
-        )
+    check_shape(name, num_targets, "[B]", segments)
     check_device(name, num_targets, device, owner)
     if not segments or not values_are_checkable(num_targets):
         return

@@ -439,7 +439,7 @@ class Buffers:
         self._integers, self._others = list[tuple[int, int, memoryview]](), list[int]()
         self._copied = torch.cuda.Event() if on_gpu and end else None
         for place, (leaf, part, both) in enumerate(zip(leaves, parts, capacities)):
-            x = leaf.tensor
+            x, shape = leaf.tensor, leaf.shape(both)
             if part is not None and part[0] < part[1] and x.dtype in _TYPECODES:
                 address = first + part[0]
                 memory = (ctypes.c_ubyte * (part[1] - part[0])).from_address(address)
@@ -450,13 +450,11 @@ class Buffers:
             if leaf.kind == STORAGE:
                 buffer = written = x
             elif part is not None:
-                shape = leaf.shape(both)
                 written, buffer = (
                     whole[slice(*part)].view(x.dtype).view(shape)
                     for whole in (self._on_host, self._on_device)
                 )
             else:
-                shape = leaf.shape(both)
                 buffer = written = torch.zeros(shape, dtype=x.dtype, device=device)
             self.tensors.append(buffer)
             self._written.append(written)

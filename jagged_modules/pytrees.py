@@ -25,7 +25,7 @@ from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
 from .containers.pages import PagedRows
 from .functional import ScorePlan
-from .layers.gdpa_config import GDPAConfig
+from .layers.gdpa import GDPAConfig
 from .layers.hstu_config import HSTUConfig
 from .layers.interformer import InterFormerConfig
 from .layers.kunlun import KunlunConfig

@@ -91,6 +91,19 @@ def check_kind(name: str, value: object, kind: type | tuple[type, ...], expected
         raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
 
 
+def check_equal(name: str, must: str, expected: object, found: object) -> None:
+    """ValueError unless both are equal. must: what the message says of `name` before `expected`,
+    such as "have q's rows"."""
+    if found != expected:
+        raise ValueError(f"{name} must {must}, {expected}, got {found}")
+
+
+def check_shape(name: str, x: Tensor, letters: str, *sizes: int) -> None:
+    """ValueError unless x has these sizes, which the message calls `letters`, such as "[B, D]"."""
+    if x.shape != sizes:
+        raise ValueError(f"{name} must have shape {letters} = {list(sizes)}, got {list(x.shape)}")
+
+
 def check_flag(name: str, value: object) -> None:
     """TypeError unless value is a bool. Other values, such as "off", would silently count as True
     or False."""

@@ -78,17 +78,9 @@ def check_offsets(
     max_seqlen: int | None = None,
     longest: str = "max_seqlen",
 ) -> None:
-    """Check type and shape of offsets and, if their values may be read, that they start at 0, do
-    not decrease and end at `total`.
-
-    Args:
-        max_seqlen: no segment may be longer. longest: its name in error messages.
-
-    Raises:
-        TypeError: offsets are not an int32 or int64 tensor, or max_seqlen is not an int.
-        ValueError: offsets do not have shape `[B + 1]`, their values are wrong, or a segment is
-            longer than max_seqlen.
-    """
+    """TypeError or ValueError unless offsets are int32 or int64 `[B + 1]` and, if their values may
+    be read, start at 0, do not decrease, end at `total` and have no segment longer than max_seqlen,
+    an int, which errors call `longest`."""
     check_offsets_shape(name, offsets)
     if max_seqlen is not None:
         check_size(longest, max_seqlen, at_least=0)
@@ -349,11 +341,8 @@ def parse_segments(
     name: str, offsets: Tensor, rows: int, device: torch.device, known: Segmentation | None = None
 ) -> RowSegments:
     """The segments of an operand with so many rows, of offsets that are checked as far as their
-    values may be read. Errors call the offsets `name`. known: as in `may_have_tail`.
-
-    Raises:
-        ValueError: a container has noted the lengths on the host, and they do not add up to `rows`.
-    """
+    values may be read. Errors call the offsets `name`. known: as in `may_have_tail`. ValueError if
+    a container has noted the lengths on the host, and they do not add up to `rows`."""
     return RowSegments(
         normal_form(offsets, device),
         num_rows=rows,
@@ -364,15 +353,13 @@ def parse_segments(
 def may_have_tail(
     name: str, offsets: Tensor, rows: int, device: torch.device, known: Segmentation | None = None
 ) -> bool:
-    """Whether only the device knows if there are rows behind offsets[-1].
+    """Whether only the device knows if there are rows behind offsets[-1]. Raises as
+    `parse_segments`.
 
     Args:
         offsets: as the caller gave them, before they are moved to `device`. Errors call them
             `name`.
         known: `Queries.known_segmentation`, where a container has the offsets.
-
-    Raises:
-        ValueError: as `parse_segments`.
     """
     if is_recording(device):
         return True

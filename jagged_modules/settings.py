@@ -212,11 +212,8 @@ class batch_invariant(_Flag, default=False):
 
 
 def is_batch_invariant(implementation: str = "auto") -> bool:
-    """Whether `batch_invariant` is on in this thread or task.
-
-    Raises:
-        ValueError: it is on, and the implementation does not support it.
-    """
+    """Whether `batch_invariant` is on in this thread or task. ValueError if it is, and the
+    implementation does not support it."""
     enabled = batch_invariant.current()
     if enabled and implementation == "reference":
         raise ValueError(

@@ -45,18 +45,13 @@ def check_tensor(
     function: str | None = None,
     implementation: str = "auto",
 ) -> None:
-    """Check type, dtype and number of dimensions of a floating-point argument.
+    """TypeError unless x is a tensor; WrongDtype or ValueError unless it is dense, of a
+    floating-point dtype that is allowed, and has `dim` dimensions.
 
     Args:
-        shape: the expected shape as text for the message, for example "[L, H, D]". It has `dim`
-            dimensions.
+        shape: the expected shape as text for the message, for example "[L, H, D]".
         function: the function whose dtypes are allowed, see `check_dtype`. None: fp64, fp32, fp16
             and bf16.
-
-    Raises:
-        TypeError: x is not a tensor.
-        WrongDtype: its dtype is not allowed.
-        ValueError: it is sparse or nested, or has another number of dimensions.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -70,13 +65,8 @@ def check_tensor(
 
 
 def check_dtype(name: str, x: Tensor, function: str, implementation: str = "auto") -> None:
-    """Check x's dtype against the table in `dtypes`, for this function, x's device and the
-    implementation.
-
-    Raises:
-        WrongDtype: the dtype is not in the table.
-        ValueError: neither the kernels nor the CPU path support the device.
-    """
+    """WrongDtype unless the table in `dtypes` has x's dtype for this function, x's device and the
+    implementation. ValueError if neither the kernels nor the CPU path support the device."""
     if x.dtype in EVERYWHERE and (x.is_cuda or x.is_cpu or x.is_meta):  # fast path
         return
     plain, kernels = DTYPES[function]
@@ -100,15 +90,12 @@ def check_dtype(name: str, x: Tensor, function: str, implementation: str = "auto
 def check_implementation(
     implementation: str, known: tuple[str, ...], device: torch.device, reads_offsets: bool = True
 ) -> None:
-    """Check that the implementation is known and supports the device. In Triton's interpreter,
-    kernels support host tensors.
+    """ValueError unless the implementation is known and supports the device. In Triton's
+    interpreter, kernels support host tensors.
 
     Args:
         reads_offsets: "reference" reads the values of offsets. Meta tensors have none, so they are
             an error.
-
-    Raises:
-        ValueError: the implementation is unknown or does not support the device.
     """
     check_choice("implementation", implementation, known)
     if implementation == "auto":

@@ -86,6 +86,12 @@ class Mutant:
         """Why this is no mutant of the source, or None."""
         if not self.tests or len({test.startswith(INTERPRETER) for test in self.tests}) > 1:
             return "needs tests, either all of the interpreter or none"
+        for test in self.tests:
+            file, _, name = test.partition("::")
+            text = (root / file).read_text() if (root / file).is_file() else ""
+            function = name.partition("[")[0].rpartition("::")[2]
+            if not text or (name and f"def {function}(" not in text):
+                return f"there is no test {test}"
         if not (root / self.file).is_file():
             return "there is no such file"
         text = (root / self.file).read_text()

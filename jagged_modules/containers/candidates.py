@@ -9,7 +9,7 @@ import torch
 from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 
-from ..scalars import check_kind, check_size, possessive
+from ..scalars import check_equal, check_kind, check_size, possessive
 from ..segments import (
     Queries,
     RowSegments,
@@ -199,11 +199,7 @@ class CandidateIndex(Queries):
         """
         check_kind("finer", finer, CandidateIndex, "a CandidateIndex")
         self.check(finer.num_users, None, "the index's groups", "finer has users")
-        device = self.offsets.device
-        if finer.offsets.device != device:
-            raise ValueError(
-                f"finer must be on the index's device, {device}, got {finer.offsets.device}"
-            )
+        check_equal("finer", "be on the index's device", self.offsets.device, finer.offsets.device)
         if self.order is None and finer.order is None:
             return CandidateIndex(finer.offsets[self.offsets])
         users = self.users(finer.num_users)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..scalars import check_kind
+from ..scalars import check_equal, check_kind
 from .jagged import Jagged
 
 
@@ -40,17 +40,11 @@ def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Jagged | Tensor]:
     if not samples:
         raise ValueError("samples must have at least one sample, got none")
     for at, sample in enumerate(samples):
-        _check_keys(at, sample, samples[0])
+        check_kind(f"samples[{at}]", sample, Mapping, "a dictionary")
+        if sample.keys() != samples[0].keys():
+            keys = list(samples[0]), list(sample)
+            check_equal(f"samples[{at}]", "have the keys of samples[0]", *keys)
     return {key: _join(key, [sample[key] for sample in samples]) for key in samples[0]}
-
-
-def _check_keys(at: int, sample: Any, first: Mapping[str, Any]) -> None:
-    check_kind(f"samples[{at}]", sample, Mapping, "a dictionary")
-    keys = list(cast(Mapping[str, Any], sample))
-    if set(keys) != set(first):
-        raise ValueError(
-            f"samples[{at}] must have the keys of samples[0], {list(first)}, got {keys}"
-        )
 
 
 def _join(key: str, values: list[Any]) -> Jagged | Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..scalars import check_kind, check_size, possessive
+from ..scalars import check_equal, check_kind, check_size, possessive
 from ..segments import check_integers
 from .jagged import Jagged, as_tensor, check_same_segments
 from .offsets import concatenated_rows, rows_of_ranges
@@ -73,12 +73,14 @@ class HistoryCache:
         if not isinstance(segments, Tensor) and not indices.numel():
             indices = indices.long()  # torch makes a float tensor of []
         check_integers("segments", indices)
-        indices, lengths = _on_host("segments", indices), _host_lengths(first)
+        indices, known = _on_host("segments", indices), first.host_lengths
+        lengths = _on_host("cache's offsets", first.offsets.diff()) if known is None else known
         wrong = indices[(indices < 0) | (indices >= first.num_segments)]
         if wrong.numel():
             raise ValueError(
                 f"segments must be 0 to B - 1 = {first.num_segments - 1}, got {int(wrong[0])}"
             )
+        lengths = lengths.long()
         begins, lengths = (lengths.cumsum(0) - lengths)[indices], lengths[indices]
         rows, offsets = rows_of_ranges(begins, lengths, first.values.device)
         selected = Jagged(
@@ -111,8 +113,7 @@ class HistoryCache:
         check_kind("new", new, HistoryCache, "a HistoryCache")
         first, first_new = self._first_layer("cache"), new._first_layer("new")
         for what, x, own in zip(_KIND, new._kind(), self._kind()):
-            if x != own:
-                raise ValueError(f"new must have the cache's {what}, {own}, got {x}")
+            check_equal("new", f"have the cache's {what}", own, x)
         check_same_segments("new", first_new, "cache", first)
         device, limit = first.values.device, self.max_rows
         parts = [x.offsets.to(device, non_blocking=True) for x in (first, first_new)]
@@ -184,13 +185,6 @@ _KIND = ("number of layers", "heads and widths", "dtypes", "devices", "timestamp
 def _sum(x: Any, y: Any) -> Any:
     """x + y, None if one is unknown."""
     return None if x is None or y is None else x + y
-
-
-def _host_lengths(x: Jagged) -> Tensor:
-    """int64 `[B]`, segment lengths on the host. Waits for the device if only it knows them."""
-    if x.host_lengths is None:
-        return _on_host("cache's offsets", x.offsets.diff())
-    return x.host_lengths.long()
 
 
 def _on_host(name: str, x: Tensor) -> Tensor:

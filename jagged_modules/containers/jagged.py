@@ -10,7 +10,7 @@ from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor, nn
 
 from ..masks import AttentionMask
-from ..scalars import check_kind, check_size, possessive, rounded_size, to_ints
+from ..scalars import check_equal, check_kind, check_size, possessive, rounded_size, to_ints
 from ..segments import (
     Queries,
     RowSegments,
@@ -463,11 +463,7 @@ def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> No
     check_not_negative("host_lengths", host_lengths)
     if not values_are_checkable(host_lengths):
         return
-    if int(host_lengths.sum()) != total:
-        raise ValueError(
-            f"host_lengths must add up to the number of rows, {total}, got"
-            f" {int(host_lengths.sum())}"
-        )
+    check_equal("host_lengths", "add up to the number of rows", total, int(host_lengths.sum()))
     if values_are_checkable(offsets) and not torch.equal(
         host_lengths, offsets.diff().to(host_lengths)
     ):

@@ -11,6 +11,7 @@ import torch
 from jagged_kernels.attention.pages import Pages
 from torch import Tensor
 
+from ..scalars import check_equal
 from ..segments import Segmentation, outside_inference_mode, segmentation_of
 from .jagged import Jagged
 from .offsets import segments_and_positions
@@ -114,11 +115,8 @@ class PagedRows(Jagged):
     def write(self, events: Tensor) -> None:
         """Write the events `[N, ...]` into the room. ValueError if they have another dtype."""
         assert self.room is not None
-        if events.dtype != self.dtype:
-            raise ValueError(
-                "the layer's keys and values must keep the dtype of the first put,"
-                f" {self.dtype}, got {events.dtype}"
-            )
+        must = "keep the dtype of the first put"
+        check_equal("the layer's keys and values", must, self.dtype, events.dtype)
         rows, storage, scales = self.room
         write_rows(storage, scales, rows.to(storage.device, non_blocking=True), events)
 

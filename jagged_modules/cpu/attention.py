@@ -61,12 +61,8 @@ def cpu_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Arguments]:
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The body of the operator.
-
-    Returns:
-        The output `[rows, H, Dv]`, and the log-sum-exp of the scores in fp32 or fp64:
-        `[rows, H, 1]` with softmax, otherwise `[0, H, 1]`.
-    """
+    """The body of the operator: the output `[rows, H, Dv]`, and the log-sum-exp of the scores in
+    fp32 or fp64, `[rows, H, 1]` with softmax, otherwise `[0, H, 1]`."""
     with one_thread() as threads:
         return _attend(unpack(*arguments)[0], threads)
 

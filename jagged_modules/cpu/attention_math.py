@@ -195,10 +195,12 @@ def unfused_backward(
         if dropout is not None:
             dropped, factor = dropout.dropped(q, k, place), dropout.dropout.factor
             weights, dp = (x.masked_fill(dropped, 0.0).mul_(factor) for x in (p, dp))
-        if delta is None:
-            ds = _ds(dp, scores, p, hidden, activation)
-        else:
+        if delta is not None:
             ds = p * (dp - delta[some, :, rows].flatten(1, 2)[..., None])
+        elif activation == "softmax":  # P ∘ (dP - rowsum(P ∘ dP))
+            ds = _hide(softmax_gradient(_hide(dp, hidden), p, -1, dp.dtype), hidden)
+        else:
+            ds = _hide(POINTWISE[activation].backward(dp, scores), hidden)
         if bias is not None and dtables is not None:
             dtables.add(ds, bias, q, k, place)
         dv[some, columns].baddbmm_(weights.mT, grad)
@@ -212,13 +214,6 @@ def _weights(scores: Tensor, hidden: Tensor | None, activation: str) -> Tensor:
     if activation == "softmax":
         return _hide(_hide(scores, hidden, -math.inf).softmax(-1), hidden)
     return _hide(POINTWISE[activation].function(scores), hidden)
-
-
-def _ds(dp: Tensor, scores: Tensor, p: Tensor, hidden: Tensor | None, activation: str) -> Tensor:
-    """dS, 0 where hidden. Softmax: P ∘ (dP - rowsum(P ∘ dP))."""
-    if activation == "softmax":
-        return _hide(softmax_gradient(_hide(dp, hidden), p, -1, dp.dtype), hidden)
-    return _hide(POINTWISE[activation].backward(dp, scores), hidden)
 
 
 def dot_products_are_finite(scale: float, *operands: Tensor) -> bool:

@@ -16,6 +16,7 @@ from ..bias import RelativeBias
 from ..dropout import parse_dropout
 from ..dtypes import autocast, autocast_operands
 from ..masks import AttentionMask
+from ..scalars import check_shape
 from ..segments import RowSegments, check_device, normal_form
 from ..settings import backward_workspace, is_batch_invariant
 from ..tracing import is_symbolic
@@ -68,12 +69,8 @@ def checked_call(
     options: AttentionOptions,
 ) -> ParsedAttention:
     """`parsed_call` of operands that a caller or a module gives, in the dtype of autocast.
-
-    Raises:
-        WrongDtype: of q, which the device has no attention for.
-        ValueError: q, k and v do not match.
-        RuntimeError: inside a torch.func transform, except by definition.
-    """
+    WrongDtype if the device has no attention for q's, ValueError if q, k and v do not match,
+    RuntimeError inside a torch.func transform, except by definition."""
     pages, implementation = options.pages, options.implementation
     if pages is not None and keys is not None:
         k, v, pages = readable_keys(pages, keys.offsets, (q, k, v), implementation)
@@ -213,10 +210,7 @@ def _with_output_scale(
 
 
 def check_output_scale(output_scale: Tensor, num_segments: int, device: torch.device) -> None:
-    if output_scale.shape != (num_segments,):
-        raise ValueError(
-            f"output_scale must have shape [B] = [{num_segments}], got {list(output_scale.shape)}"
-        )
+    check_shape("output_scale", output_scale, "[B]", num_segments)
     check_device("output_scale", output_scale, device, "q's")
 
 

@@ -211,11 +211,7 @@ def check_kernel_sizes(q: Tensor, v: Tensor, mlp: DINMlp) -> None:
 
 
 def checked_mlp(q: Tensor, mlp: DINMlp) -> DINMlp:
-    """The MLP for rows like q's, in autocast's dtype.
-
-    Raises:
-        TypeError, ValueError: as `din_attention`.
-    """
+    """The MLP for rows like q's, in autocast's dtype. Raises as `din_attention`."""
     check_choice("activation", mlp.activation, UNIT_ACTIVATIONS)
     check_choice("normalize", mlp.normalize, (None, "softmax"))
     features = checked_features(mlp.features)

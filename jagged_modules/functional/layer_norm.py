@@ -7,7 +7,7 @@ from torch.nn import functional as nnf
 
 from ..cpu.buckets import compute_dtype
 from ..dtypes import autocast_dtype
-from ..scalars import check_number
+from ..scalars import check_equal, check_number, check_shape
 from ..validation import check_tensor
 
 
@@ -34,12 +34,8 @@ def jagged_layer_norm(
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
             check_tensor(name, tensor, 1, "[D]", "jagged_layer_norm")
-            if tensor.shape[0] != x.shape[1]:
-                raise ValueError(
-                    f"{name} must have shape [D] = [{x.shape[1]}], got {list(tensor.shape)}"
-                )
-            if tensor.device != x.device:
-                raise ValueError(f"{name} must be on x's device, {x.device}, got {tensor.device}")
+            check_shape(name, tensor, "[D]", x.shape[1])
+            check_equal(name, "be on x's device", x.device, tensor.device)
             if autocast_dtype(tensor) != autocast_dtype(x):
                 raise ValueError(f"{name} must have x's dtype, {x.dtype}, got {tensor.dtype}")
     return layer_norm_rows(x, weight, bias, eps)

@@ -15,7 +15,7 @@ from ..containers.padding import padded_to
 from ..cpu.buckets import compute_dtype
 from ..cpu.invariant import batched_matmul_cpu, pointwise_rows_cpu
 from ..reference import jagged_dense_bmm_reference
-from ..scalars import check_choice, check_kind, check_size
+from ..scalars import check_choice, check_kind, check_shape, check_size
 from ..settings import is_batch_invariant
 from .matmul import jagged_dense_bmm_cpu
 from .nodes import apply
@@ -87,7 +87,11 @@ def jagged_linear(
     x = entering(x, end)
     if is_batch_invariant(implementation):
         out = _fixed_linear(x, weight, bias, activation, implementation)
-    elif activation not in (None, "identity") and _runs_activation(x, weight):
+    elif (
+        activation not in (None, "identity")
+        and x.dtype != torch.float64
+        and (runs_row_kernels(x) and runs_row_kernels(weight))
+    ):
         return apply(_ActivatedLinear, x, weight, bias, activation, end)
     else:
         out = _activated(nnf.linear(x, weight, bias), activation, False)
@@ -106,10 +110,8 @@ def _by_segment(
     """`jagged_linear` with a weight `[B, D, T]`."""
     offsets, has_tail = offsets_and_tail(offsets, x, max_seqlen=max_seqlen)
     check_segment_matrices("weight", weight, offsets, x.shape[1])
-    if bias is not None and bias.shape != weight.shape[::2]:
-        raise ValueError(
-            f"bias must have shape [B, T] = {list(weight.shape[::2])}, got {list(bias.shape)}"
-        )
+    if bias is not None:
+        check_shape("bias", bias, "[B, T]", *weight.shape[::2])
     batch_invariant = is_batch_invariant(implementation)
     if implementation != "reference" and runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_dense_bmm
@@ -137,11 +139,6 @@ def _activated(x: Tensor, activation: str | None, batch_invariant: bool) -> Tens
     if batch_invariant:
         return pointwise_rows_cpu(x, activation)
     return POINTWISE[activation].function(x)
-
-
-def _runs_activation(x: Tensor, weight: Tensor) -> bool:
-    """Whether kernels compute the activation of a linear with one weight, and its gradient."""
-    return x.dtype != torch.float64 and runs_row_kernels(x) and runs_row_kernels(weight)
 
 
 class _ActivatedLinear(torch.autograd.Function):

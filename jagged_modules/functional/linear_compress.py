@@ -12,7 +12,7 @@ from ..containers.candidates import CandidateIndex
 from ..cpu.linear_compress import linear_compress_cpu
 from ..dtypes import WrongDtype, autocast, autocast_dtype, uses_kernels
 from ..reference import linear_compress_reference
-from ..scalars import possessive
+from ..scalars import check_equal, possessive
 from ..segments import (
     check_device,
     check_index_values,
@@ -245,24 +245,14 @@ def _check_index(
     of a shared level's embeddings."""
     rows = candidates.shape[0]
     if isinstance(index, CandidateIndex):
-        index.check(
-            rows, size, name, queries=f"{candidates_name} has", history=f"{shared_name} has"
-        )
-        check_device(name, index.offsets, candidates.device, "the embeddings'")
-        _check_has_rows(shared_name, size, candidates_name, rows)
-        return
-    check_integers(name, index)
-    if index.shape[0] != rows:
-        raise ValueError(
-            f"{name} must have one entry per row of {candidates_name}, {rows}, got {index.shape[0]}"
-        )
-    check_device(name, index, candidates.device, "the embeddings'")
-    _check_has_rows(shared_name, size, candidates_name, rows)
-    check_index_values(name, index, size, f"{{}}, the rows of {shared_name}")
-
-
-def _check_has_rows(name: str, size: int, candidates_name: str, rows: int) -> None:
-    """ValueError if rows of candidates read a level without rows: no index is in range, nor can one
-    that only the device knows be clamped."""
-    if size == 0 and rows != 0:
-        raise ValueError(f"{name} must have rows, as {candidates_name} has {rows}, got 0")
+        index.check(rows, size, name, f"{candidates_name} has", f"{shared_name} has")
+        given = index.offsets
+    else:
+        check_integers(name, index)
+        check_equal(name, f"have one entry per row of {candidates_name}", rows, index.shape[0])
+        given = index
+    check_device(name, given, candidates.device, "the embeddings'")
+    if size == 0 and rows != 0:  # no index is in range, nor can one of a device be clamped
+        raise ValueError(f"{shared_name} must have rows, as {candidates_name} has {rows}, got 0")
+    if given is index:
+        check_index_values(name, given, size, f"{{}}, the rows of {shared_name}")

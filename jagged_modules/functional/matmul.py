@@ -14,7 +14,7 @@ from ..reference import (
     jagged_jagged_bmm_reference,
     jagged_outer_reference,
 )
-from ..scalars import check_flag
+from ..scalars import check_equal, check_flag
 from ..settings import is_batch_invariant
 from .operands import check_segment_matrices, checked_operands, runs_kernels
 from .score_plan import ScorePlan, check_plan_rows, plan_offsets
@@ -93,8 +93,7 @@ def jagged_jagged_bmm(
     """
     x, y = checked_operands("jagged_jagged_bmm", implementation, x=(x, "[L, D]"), y=(y, "[L, T]"))
     offsets, has_tail = offsets_and_tail(offsets, x, max_seqlen=max_seqlen)
-    if y.shape[0] != x.shape[0]:
-        raise ValueError(f"y must have x's rows, {x.shape[0]}, got {y.shape[0]}")
+    check_equal("y", "have x's rows", x.shape[0], y.shape[0])
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return jagged_jagged_bmm_reference(x, y, offsets)
@@ -138,8 +137,7 @@ def jagged_jagged_bmm_jagged_out(
     offsets = plan_offsets(plan, "x", x)
     check_plan_rows("x", x, "x rows", plan.x_rows)
     check_plan_rows("y", y, "y rows", plan.y_rows)
-    if y.shape[1] != x.shape[1]:
-        raise ValueError(f"y must have x's width, {x.shape[1]}, got {y.shape[1]}")
+    check_equal("y", "have x's width", x.shape[1], y.shape[1])
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return jagged_outer_reference(x, y, *offsets[:2])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..containers.pages import DTYPES_OF_8_BITS, gather_keys
 from ..dtypes import autocast_dtype, names
-from ..scalars import check_kind, check_size
+from ..scalars import check_equal, check_kind, check_size
 from ..segments import (
     check_device,
     check_offsets,
@@ -71,8 +71,7 @@ def check_pages(
             raise ValueError(
                 f"{name}'s last dimension must be contiguous with pages, got strides {x.stride()}"
             )
-    if v.shape[0] != k.shape[0]:
-        raise ValueError(f"v must have k's rows, {k.shape[0]}, got {v.shape[0]}")
+    check_equal("v", "have k's rows", k.shape[0], v.shape[0])
     if pages.scales is not None:
         _check_scales(pages.scales, k, v)
     table, entries = pages.table, pages.num_rows // pages.page_rows + kv_offsets.shape[0] - 1

@@ -22,8 +22,14 @@ from ..containers.offsets import (
 from ..containers.padding import indices_of_true, padded_to
 from ..cpu.buckets import compute_dtype
 from ..dtypes import autocast_dtype
-from ..scalars import check_kind, check_size
-from ..segments import check_device, check_integers, checked_offsets, values_are_checkable
+from ..scalars import check_kind, check_shape, check_size
+from ..segments import (
+    check_device,
+    check_integers,
+    check_not_negative,
+    checked_offsets,
+    values_are_checkable,
+)
 from ..validation import IMPLEMENTATIONS, check_dense, check_implementation
 from .matmul import jagged_jagged_bmm
 from .nodes import apply, reshaped_result
@@ -295,17 +301,13 @@ def _part(
     segments = offsets.shape[0] - 1
     if isinstance(k, Tensor):
         check_integers("k", k)
-        if k.shape != (segments,):
-            raise ValueError(f"k must have shape [B] = [{segments}], got {list(k.shape)}")
+        check_shape("k", k, "[B]", segments)
         check_device("k", k, x.device, "x's")
-        if values_are_checkable(k) and bool((k < 0).any()):
-            raise ValueError(f"k must not be negative, got {int(k.min())}")
+        check_not_negative("k", k)
     else:
         check_size("k", k, at_least=0)
         total = min(total, segments * k)
-    known = values_are_checkable(given) and not (
-        isinstance(k, Tensor) and not values_are_checkable(k)
-    )
+    known = values_are_checkable(given) and (not isinstance(k, Tensor) or values_are_checkable(k))
     if known:
         lengths = given.diff().cpu()
         total = int(torch.minimum(lengths, torch.as_tensor(k, device="cpu").to(lengths)).sum())

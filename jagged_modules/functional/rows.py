@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from ..containers.offsets import concatenated_rows, rows_and_segments, segments_and_positions
 from ..containers.padding import KEPT, SIDES, padded, padded_to
 from ..dtypes import in_one_dtype
-from ..scalars import check_choice, check_kind, check_size
+from ..scalars import check_choice, check_equal, check_kind, check_shape, check_size
 from ..segments import (
     check_device,
     check_index_values,
@@ -209,11 +209,8 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
         offsets[k] = checked_offsets(f"offsets[{k}]", bounds, x.shape[0], x, f"values[{k}]'s")
         if may_have_tail(f"offsets[{k}]", bounds, x.shape[0], x.device):
             values[k] = without_tail(x, offsets[k])
-        if bounds.shape != offsets[0].shape:
-            raise ValueError(
-                f"offsets[{k}] must have offsets[0]'s shape, {list(offsets[0].shape)}, got"
-                f" {list(bounds.shape)}"
-            )
+        shapes = list(offsets[0].shape), list(bounds.shape)
+        check_equal(f"offsets[{k}]", "have offsets[0]'s shape", *shapes)
     joined = torch.cat(values)
     rows = concatenated_rows(offsets, [x.shape[0] for x in values])
     return torch.zeros_like(joined).index_copy(0, rows, joined), sum(offsets[1:], offsets[0])
@@ -250,19 +247,13 @@ def jagged_split(
         expected = segments * first_lengths
         if total_first is not None:
             check_size("total_first", total_first, at_least=0)
-            if total_first != expected:
-                raise ValueError(
-                    f"total_first must be the sum of first_lengths, {expected}, got {total_first}"
-                )
+            check_equal("total_first", "be the sum of first_lengths", expected, total_first)
         total_first = expected
         first_lengths = torch.full(
             (segments,), first_lengths, dtype=given.dtype, device=given.device
         )
     check_integers("first_lengths", first_lengths)
-    if first_lengths.shape[0] != segments:
-        raise ValueError(
-            f"first_lengths must have shape [B] = [{segments}], got {list(first_lengths.shape)}"
-        )
+    check_shape("first_lengths", first_lengths, "[B]", segments)
     check_device("first_lengths", first_lengths, x.device, "x's")
     total_first = _checked_total(first_lengths, given, total_first)
     if total_first > x.shape[0]:
@@ -368,11 +359,10 @@ def _checked_total(first_lengths: Tensor, offsets: Tensor, total: int | None) ->
             b = int(wrong.int().argmax())
             found = f"{int(first_lengths[b])} of {int(lengths[b])} at segment {b}"
             raise ValueError(f"first_lengths must be 0 to the segment's length, got {found}")
-    if total is not None and int(first_lengths.sum()) != total:
-        raise ValueError(
-            f"total_first must be the sum of first_lengths, {int(first_lengths.sum())}, got {total}"
-        )
-    return int(first_lengths.sum())
+    first = int(first_lengths.sum())
+    if total is not None:
+        check_equal("total_first", "be the sum of first_lengths", first, total)
+    return first
 
 
 def rows_or_zeros(x: Tensor, index: Tensor, absent: Tensor | None) -> Tensor:
@@ -457,5 +447,4 @@ def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
         "row shape": (list(x.shape[1:]), list(other.shape[1:])),
     }
     for what, (own, expected) in kinds.items():
-        if own != expected:
-            raise ValueError(f"{name} must have {other_name}'s {what}, {expected}, got {own}")
+        check_equal(name, f"have {other_name}'s {what}", expected, own)

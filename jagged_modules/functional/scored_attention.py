@@ -4,7 +4,7 @@ scores compute it, so that the function sees all scores of a batch at once."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ..activations import POINTWISE
 from ..containers.padding import padded_to
 from ..dtypes import autocast_operands
 from ..masks import AttentionMask, is_visible
+from ..scalars import check_equal
 from ..segments import RowSegments, normal_form
 from ..tracing import is_recording
 from ..validation import IMPLEMENTATIONS, check_implementation
@@ -88,13 +89,9 @@ def attention_by_functions(
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v = (q[: plan.x_rows].to(wide), k[: plan.y_rows].to(wide), v[: plan.y_rows].to(wide))
     with torch.autocast(q.device.type, enabled=False):
+        run: Any = dict(plan=plan, implementation=implementation)
         scores = torch.stack(
-            [
-                jagged_jagged_bmm_jagged_out(
-                    q[:, h] * scale, k[:, h // group], plan, implementation=implementation
-                )
-                for h in heads
-            ]
+            [jagged_jagged_bmm_jagged_out(q[:, h] * scale, k[:, h // group], **run) for h in heads]
         )
         if score is not None:
             scores = _checked("score", score(scores, pairs), scores)
@@ -102,18 +99,12 @@ def attention_by_functions(
         if activation == "softmax":
             if hidden is not None:
                 scores = scores.masked_fill(hidden, -torch.inf)
-            p = [jagged2_softmax(x, plan, implementation=implementation) for x in scores]
+            p = [jagged2_softmax(x, **run) for x in scores]
         else:
             weights = POINTWISE[activation].function(scores)
             p = list(weights if hidden is None else weights.masked_fill(hidden, 0))
         out = torch.stack(
-            [
-                array_jagged_bmm_jagged_out(
-                    p[h], v[:, h // group], plan, implementation=implementation
-                )
-                for h in heads
-            ],
-            1,
+            [array_jagged_bmm_jagged_out(p[h], v[:, h // group], **run) for h in heads], 1
         )
     factor = options.output_scale
     if isinstance(factor, Tensor):
@@ -147,11 +138,8 @@ def _checked_sides(
             "q_offsets and kv_offsets must be tensors with score or a function as mask, got"
             ' "shared"'
         )
-    if own.offsets.shape != others.offsets.shape:
-        raise ValueError(
-            "q_offsets must have as many segments as kv_offsets with score or a function as mask,"
-            f" {others.offsets.shape[0] - 1}, got {own.offsets.shape[0] - 1}"
-        )
+    must = "have as many segments as kv_offsets with score or a function as mask"
+    check_equal("q_offsets", must, *(x.offsets.shape[0] - 1 for x in (others, own)))
     return own, others
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from ..containers.candidates import CandidateIndex
 from ..dtypes import autocast
 from ..masks import AttentionMask
-from ..scalars import check_choice, check_kind, is_sequence
+from ..scalars import check_choice, check_equal, check_kind, is_sequence
 from ..segments import RowSegments, check_device, check_offsets, check_offsets_shape, parse_segments
 from ..validation import check_tensor, transforms_are_active
 from .attention import attend, computed
@@ -206,12 +206,10 @@ def self_target_attention(
         ("device", q_user.device, q_candidates.device),
         ("heads and head dim", list(q_user.shape[1:]), list(q_candidates.shape[1:])),
     ):
-        if given != expected:
-            raise ValueError(f"q_candidates must have q_user's {what}, {expected}, got {given}")
+        check_equal("q_candidates", f"have q_user's {what}", expected, given)
     check_operands(q_user, k, v, "q_user")
     rows, device = (q_user.shape[0], q_candidates.shape[0]), q_user.device
-    if k.shape[0] != rows[0]:
-        raise ValueError(f"k must have q_user's rows, {rows[0]}, got {k.shape[0]}")
+    check_equal("k", "have q_user's rows", rows[0], k.shape[0])
     of_segments = dict(offsets=offsets, candidate_offsets=candidate_offsets)
     for (name, x), total in zip(of_segments.items(), rows):
         check_offsets(name, x, total)

@@ -108,14 +108,12 @@ class Level(NamedTuple):
 def parse_levels(
     q: Tensor, given: dict[str, Any], max_seqlens: dict[str, Any], options: AttentionOptions
 ) -> tuple[Tensor, list[Operands], list[Level]]:
-    """q in the dtype of autocast, and k and v of the levels, and the levels.
+    """q in the dtype of autocast, and k and v of the levels, and the levels. Raises as
+    `target_attention`.
 
     Args:
         given: k, v, candidates and kv_offsets by their names in errors; k is a list or a tuple.
         max_seqlens: which must be None, by their names.
-
-    Raises:
-        TypeError, ValueError: as `target_attention`.
     """
     number, implementation = len(given["k"]), options.implementation
     for name, x in given.items():

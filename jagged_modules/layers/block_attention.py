@@ -20,9 +20,8 @@ from ..segments import check_offsets
 from ..validation import resolve_head_dim
 from .block_attention_node import BlockAttention, block_attention_node
 from .invariant import fixed_module
-from .keywords import name_keywords
 from .one_node import in_training, node_dtype
-from .parameters import Layer, in_heads
+from .parameters import Layer, in_heads, name_keywords
 
 
 @name_keywords

@@ -117,16 +117,13 @@ class CachesProjection(CachesRows):
 def layer_of_cache(
     cache: HistoryCache, name: str, x: Jagged | None, heads: int, width: int, projection: nn.Module
 ) -> Jagged:
-    """The only layer of the cache, with values `[L, heads, width]`.
+    """The only layer of the cache. TypeError or ValueError unless it has values `[L, heads,
+    width]`.
 
     Args:
         x: rows that the cache must have as many segments as, which errors call `name`; None: not
             checked.
         projection: the keys' and values' projection, whose dtype and device the cache must have.
-
-    Raises:
-        TypeError, ValueError: the cache has several layers, or another kind, shape, dtype or
-            device.
     """
     check_kind("cache", cache, HistoryCache, "a HistoryCache")
     if len(cache.layers) != 1:

@@ -25,8 +25,8 @@ from ..tracing import one_module, through_call
 from ..unit_activations import UNIT_ACTIVATIONS, WITH_PARAMETERS, UnitParameters
 from .cached_projections import CachesRows, layer_of_cache
 from .din_weights import read_mlp
-from .keywords import name_keywords
 from .one_node import has_call_of_its_own
+from .parameters import name_keywords
 from .targets import T, Targets, parse_targets
 
 

@@ -45,10 +45,7 @@ class DINWeights(NamedTuple):
 
 def read_mlp(mlp: nn.Module) -> DINWeights:
     """The linears and activations of the module, each in the order in which they are registered.
-
-    Raises:
-        ValueError: as `JaggedDINAttention.from_torch`.
-    """
+    ValueError as `JaggedDINAttention.from_torch`."""
     parts = [x for x in _parts(mlp) if not isinstance(x, DROPOUTS)]
     linears = [x for x in parts if isinstance(x, nn.Linear)]
     modules = [x for x in parts if not isinstance(x, nn.Linear)]

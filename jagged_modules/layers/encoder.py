@@ -33,11 +33,9 @@ from .from_torch import (
     place,
     torch_norm,
 )
-from .gdpa import JaggedGDPA
-from .gdpa_config import GDPAConfig
-from .keywords import name_keywords
+from .gdpa import GDPAConfig, JaggedGDPA
 from .norms import RMSNorm, RowNorm
-from .parameters import Layer
+from .parameters import Layer, name_keywords
 
 if TYPE_CHECKING:
     from typing_extensions import Self

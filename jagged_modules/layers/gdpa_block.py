@@ -14,12 +14,10 @@ from ..containers.jagged import C, wrap_rows
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask
 from ..tracing import one_module
-from .gdpa import JaggedGDPA
-from .gdpa_config import GDPAConfig
+from .gdpa import GDPAConfig, JaggedGDPA
 from .gdpa_node import gdpa_dtype, gdpa_node
-from .keywords import name_keywords
 from .norms import RMSNorm
-from .parameters import Layer
+from .parameters import Layer, name_keywords
 
 
 @name_keywords

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from jagged_kernels.attention.pages import Pages
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.types import Device
 
 from ..bias import RelativeBias
+from ..containers.history_cache import HistoryCache
 from ..containers.jagged import C, Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands, with_room
 from ..dtypes import autocast_dtype
@@ -24,14 +26,40 @@ from ..validation import resolve_head_dim
 from .cached_projections import check_cached_values
 from .hstu_config import HSTUConfig, Times, check_appendable, check_lengths, check_row_timestamps
 from .hstu_node import gated_output, hstu_node, norm_rows, takes_kernels
-from .hstu_rows import Keys, Rows, joined
 from .invariant import fixed_module
-from .keywords import name_keywords
 from .norms import NORM_KINDS, make_norm
 from .one_node import cast_linears, in_training
-from .parameters import Layer, check_columns, xavier_linear
+from .parameters import Layer, check_columns, name_keywords, xavier_linear
 
 BIAS_STD = 0.02  # initial standard deviation of the entries of both bias tables
+
+
+class Rows(NamedTuple):
+    """The rows of a call: their values, and the projections of these, which are finite behind
+    `end`. by_kernels: whether kernels replace the layer's modules."""
+
+    jagged: Jagged
+    end: Tensor | None
+    by_kernels: bool
+    values: Tensor
+    u: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def keys_and_values(self) -> Tensor:
+        return leaving(torch.cat([self.k, self.v], dim=2), self.end)
+
+
+class Keys(NamedTuple):
+    """What rows attend to: keys and values of these segments, in pages or not. k and v are None if
+    a node computes them."""
+
+    jagged: Jagged
+    k: Any
+    v: Any
+    bias: RelativeBias | None
+    pages: Pages | None = None
 
 
 @name_keywords
@@ -422,12 +450,9 @@ class HSTULayer(Layer):
         if room is not None:
             room.write(added)
         else:
-            keys = joined(cache, events.with_values(added))
-            if times.timestamps is not None:
-                assert timestamps is not None
-                timestamps = joined(
-                    cache.with_values(timestamps), events.with_values(times.timestamps)
-                ).values
+            new = HistoryCache((events.with_values(added),), times.timestamps)
+            grown = HistoryCache((cache,), timestamps).append(new)
+            (keys,), timestamps = grown.layers, grown.timestamps
         both = self._cached_keys(keys, self._bias(timestamps, times.query_timestamps))
         return self._attend(rows, both, self.config.mask(), self._scaling_seqlen(events))
 

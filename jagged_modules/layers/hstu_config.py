@@ -13,7 +13,7 @@ from ..containers.jagged import Jagged
 from ..containers.offsets import rows_and_segments, segments_and_positions
 from ..dropout import check_dropout
 from ..masks import LENGTHS, AttentionMask, field_of_later_rows, is_visible
-from ..scalars import check_choice, check_kind, check_number, check_sizes, possessive
+from ..scalars import check_choice, check_equal, check_kind, check_number, check_sizes, possessive
 from ..segments import check_integers, values_are_checkable
 from .norms import NORM_KINDS
 
@@ -141,16 +141,8 @@ def check_row_timestamps(
     if x is None:
         raise ValueError(f"{name} must be given with config.relative_time, got None")
     check_integers(name, x, (torch.int64,))
-    if x.shape[0] != rows.num_rows:
-        raise ValueError(
-            f"{name} must have one element for each row of {owner}, {rows.num_rows}, got"
-            f" {x.shape[0]}"
-        )
-    if x.device != rows.device:
-        raise ValueError(
-            f"{name} must be on the device of {possessive(owner)} values, {rows.device}, got"
-            f" {x.device}"
-        )
+    check_equal(name, f"have one element for each row of {owner}", rows.num_rows, x.shape[0])
+    check_equal(name, f"be on the device of {possessive(owner)} values", rows.device, x.device)
 
 
 class Times(NamedTuple):

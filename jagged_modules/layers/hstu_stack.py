@@ -22,8 +22,7 @@ from .hstu_config import (
     check_row_timestamps,
     rows_seen_by_targets,
 )
-from .keywords import name_keywords
-from .parameters import Layer
+from .parameters import Layer, name_keywords
 
 
 @name_keywords

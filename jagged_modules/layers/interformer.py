@@ -17,12 +17,10 @@ from ..masks import AttentionMask
 from ..scalars import check_choice, check_kind, check_number, check_size, check_sizes
 from ..tracing import one_module
 from .feature_interaction import FeatureInteraction, SelfGate, UserLayers
-from .gdpa import JaggedGDPA
+from .gdpa import GDPAConfig, JaggedGDPA
 from .gdpa_block import GDPABlock
-from .gdpa_config import GDPAConfig
-from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
-from .parameters import Layer, check_parameter_dtype
+from .parameters import Layer, check_parameter_dtype, name_keywords
 from .pffn import JaggedPFFN, equal_segments
 
 

@@ -13,7 +13,7 @@ from torch.types import Device
 
 from ..containers.conversions import is_keyed_tensor, wait_for
 from ..functional.linear_compress import compress_levels
-from ..scalars import check_kind, check_size, is_sequence, possessive
+from ..scalars import check_equal, check_kind, check_size, is_sequence, possessive
 from ..tracing import one_module
 from .parameters import Layer
 
@@ -129,10 +129,7 @@ class LinearCompressEmbedding(Layer):
         shared, indices = _levels(user_embeddings), _levels(candidates)
         levels = len(self.num_embeddings) - 1
         for name, given in (("user_embeddings", shared), ("candidates", indices)):
-            if len(given) != levels:
-                raise ValueError(
-                    f"{name} must have one entry per shared level, {levels}, got {len(given)}"
-                )
+            check_equal(name, "have one entry per shared level", levels, len(given))
         names = [*_names("user_embeddings", levels), "candidate_embeddings"]
         tensors = [
             _dense(*level) for level in zip(names, [*shared, candidate_embeddings], self.features)
@@ -210,19 +207,14 @@ def _dense(name: str, x: Any, features: tuple[str, ...] | None) -> Tensor:
             f"{possessive(name)} values must have shape [B, {sum(widths)}], that of its features,"
             f" got {list(values.shape)}"
         )
-    if keys != features:
-        _check_same_features(name, keys, features)
-        columns = dict(zip(keys, values.split(widths, dim=1)))
-        values = torch.cat([columns[feature] for feature in features], dim=1)
-    return torch.unflatten(values, 1, (len(widths), widths[0]))
-
-
-def _check_same_features(name: str, keys: tuple[str, ...], features: tuple[str, ...]) -> None:
     if sorted(keys) != sorted(features):
         missing = [key for key in features if key not in keys]
         unexpected = [key for key in keys if key not in features]
-        found = f"missing {missing}, unexpected {unexpected}"
         raise ValueError(
             f"{name} must have each of the layer's {len(features)} features once, got {len(keys)}:"
-            f" {found}"
+            f" missing {missing}, unexpected {unexpected}"
         )
+    if keys != features:
+        columns = dict(zip(keys, values.split(widths, dim=1)))
+        values = torch.cat([columns[feature] for feature in features], dim=1)
+    return torch.unflatten(values, 1, (len(widths), widths[0]))

@@ -1,8 +1,10 @@
-"""Initialisation of parameters and checks of what projections give, shared by the layers."""
+"""What the layers share: their base, initialisation, checks of what projections give, and errors
+for keywords of other libraries."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable
@@ -16,6 +18,7 @@ from ..dtypes import FLOATS, WrongDtype, names
 from ..scalars import check_kind
 
 F = TypeVar("F", bound=Callable[..., Any], covariant=True)
+T = TypeVar("T")
 
 
 def check_parameter_dtype(dtype: torch.dtype | None) -> None:
@@ -100,12 +103,9 @@ def xavier_linear(
     support subclasses."""
     linear = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
     # to_empty of torch 2.13 fails in a FakeTensorMode
+    where = torch.empty(0, device=device).device
     for name, parameter in [*linear.named_parameters()]:
-        setattr(
-            linear,
-            name,
-            nn.Parameter(torch.empty_like(parameter, device=torch.empty(0, device=device).device)),
-        )
+        setattr(linear, name, nn.Parameter(torch.empty_like(parameter, device=where)))
     vars(linear)["reset_parameters"] = functools.partial(_reset_xavier, linear)
     linear.reset_parameters()
     return linear
@@ -116,3 +116,35 @@ def _reset_xavier(linear: nn.Linear) -> None:
     bias: Any = linear.bias  # which torch declares to be never None
     if bias is not None:
         nn.init.zeros_(bias)
+
+
+# The keyword of another library, the argument here, and how to write it.
+KEYWORDS = {
+    "embed_dim": ("embedding_dim", "embedding_dim"),
+    "d_model": ("embedding_dim", "embedding_dim"),
+    "nhead": ("num_heads", "num_heads"),
+    "dim_feedforward": ("ffn_dim", "ffn_dim"),
+    "causal": ("mask", "mask=AttentionMask(causal=True)"),
+    "is_causal": ("mask", "mask=AttentionMask(causal=True)"),
+}
+
+
+def name_keywords(cls: type[T]) -> type[T]:
+    """A decorator of layers: a keyword of `KEYWORDS` or of the config raises a TypeError."""
+    init = cls.__init__
+    arguments = inspect.signature(init).parameters
+    keywords = {name: how for name, (argument, how) in KEYWORDS.items() if argument in arguments}
+    if "config" in arguments:
+        config = arguments["config"].annotation.partition(" ")[0]  # "GDPAConfig | None"
+        fields = inspect.signature(init.__globals__[config]).parameters
+        keywords |= {name: f"config={config}({name}=...)" for name in fields}
+
+    @functools.wraps(init)
+    def checked(self: T, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in arguments and name in keywords:
+                raise TypeError(f"{cls.__name__} has no argument {name}: write {keywords[name]}")
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked  # type: ignore[method-assign, assignment]
+    return cls

@@ -9,16 +9,15 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..containers.jagged import C, Jagged, wrap_rows
-from ..scalars import check_size
+from ..scalars import check_shape, check_size
 from ..segments import RowSegments
 from ..tracing import one_module
 from ..validation import check_layer_tensor
+from .gdpa import GDPAConfig
 from .gdpa_block import GDPABlock
-from .gdpa_config import GDPAConfig
-from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
-from .parameters import Layer
+from .parameters import Layer, name_keywords
 
 
 @name_keywords
@@ -106,10 +105,7 @@ def check_features(features: Any, rows: Jagged, count: int, projection: nn.Modul
     """Raise unless features are `[B, count, E]` of the users of these rows."""
     check_layer_tensor("features", features, "[B, F, E]", projection)
     expected = rows.num_segments, count, rows.values.shape[1]
-    if features.shape != expected:
-        raise ValueError(
-            f"features must have shape [B, F, E] = {list(expected)}, got {list(features.shape)}"
-        )
+    check_shape("features", features, "[B, F, E]", *expected)
 
 
 def equal_segments(x: Tensor, like: Tensor) -> Jagged:

@@ -11,12 +11,10 @@ from torch.types import Device
 from ..containers.jagged import wrap_rows
 from ..scalars import check_size
 from ..tracing import one_module
-from .gdpa import JaggedGDPA
-from .gdpa_config import GDPAConfig
-from .keywords import name_keywords
+from .gdpa import GDPAConfig, JaggedGDPA
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
-from .parameters import Layer
+from .parameters import Layer, name_keywords
 from .pffn import check_features
 from .target_attention import JaggedTargetAttention
 

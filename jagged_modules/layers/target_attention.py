@@ -24,9 +24,8 @@ from ..validation import resolve_head_dim
 from .cached_projections import CachesProjection, cached_operands
 from .from_torch import checked_attention, like, load_attention, place
 from .invariant import fixed_module
-from .keywords import name_keywords
 from .one_node import cast_linears, in_training, node_dtype
-from .parameters import in_heads
+from .parameters import in_heads, name_keywords
 from .target_node import target_node
 from .targets import LevelIndices, T, Targets, parse_histories, parse_targets
 

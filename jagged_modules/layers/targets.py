@@ -12,7 +12,7 @@ from ..containers.candidates import CandidateIndex
 from ..containers.conversions import wait_for
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..functional.target_levels import Level
-from ..scalars import is_sequence
+from ..scalars import check_equal, is_sequence
 from ..segments import RowSegments
 from ..validation import check_layer_tensor
 
@@ -54,11 +54,8 @@ def are_levels(candidates: object) -> TypeGuard[LevelIndices]:
 def parse_histories(
     name: str, x: Any, candidates: object, parse: Callable[[str, Any], Jagged]
 ) -> dict[str, Jagged]:
-    """The history of each level by its name in errors, of which `parse` makes it.
-
-    Raises:
-        ValueError: candidates are of several levels, and x is not a tuple of as many entries.
-    """
+    """The history of each level by its name in errors, of which `parse` makes it. ValueError if
+    candidates are of several levels, and x is not a tuple of as many entries."""
     if not are_levels(candidates):
         return {name: parse(name, x)}
     if not is_sequence(x) or len(x) != len(candidates) or not candidates:
@@ -79,15 +76,12 @@ def parse_targets(
     *,
     may_be_equal: bool = True,
 ) -> Targets:
-    """The targets of these histories.
+    """The targets of these histories. TypeError or ValueError unless all match.
 
     Args:
         histories: of `parse_histories`.
         projection, width: that of the targets, and E_t.
         may_be_equal: whether a dense tensor `[B, T, E_t]` without candidates is taken.
-
-    Raises:
-        TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match.
     """
     targets = wait_for(targets)
     if candidates is not None:
@@ -101,11 +95,8 @@ def parse_targets(
                 " with candidates, got a Tensor without candidates"
             )
         rows = _checked(targets, projection, width, "[B, T, E_t]")
-        if rows.shape[0] != num_segments:
-            raise ValueError(
-                "targets without candidates must be one per history segment,"
-                f" {num_segments}, got {rows.shape[0]}"
-            )
+        must = "be one per history segment"
+        check_equal("targets without candidates", must, num_segments, rows.shape[0])
         keys = history.parsed(name)
         queries = RowSegments.equal(rows.shape[1], num_segments, keys.offsets)
         level = Level(queries, keys, shape=rows.shape[:2], history=history)

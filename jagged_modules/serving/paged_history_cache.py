@@ -21,9 +21,17 @@ from ..containers.pages import DTYPES_OF_8_BITS
 from ..dtypes import names
 from ..scalars import check_kind, check_size, to_ints
 from ..submodules import Members
-from .pages import CacheFull, PageTable, RowRange, UserPages
+from .pages import (
+    CacheFull,
+    PageTable,
+    RowRange,
+    UserPages,
+    check_keys,
+    check_sequence,
+    check_users,
+    listed_users,
+)
 from .storage import RowStorage
-from .users import check_keys, check_sequence, check_users, listed_users
 
 __all__ = ["CacheFull", "CacheStatistics", "CachingLayer", "PagedHistoryCache"]
 
@@ -136,12 +144,14 @@ class PagedHistoryCache:
                 )
         check_size("max_bytes", max_bytes)
         check_size("page_rows", page_rows)
+        if dtype is not None and dtype not in DTYPES_OF_8_BITS:
+            raise ValueError(f"dtype must be None or {names(DTYPES_OF_8_BITS)}, got {dtype}")
         self._members = Members(module)
         self.layer, self.max_bytes, self.page_rows = layer, max_bytes, page_rows
         self._version, self._weights = 0, tuple[object, ...]()
         self._storages: list[torch.UntypedStorage] = []
         on_host = getattr(layer, "takes_host_tables", False)
-        self._rows = RowStorage(page_rows, _checked_dtype(dtype), on_host)
+        self._rows = RowStorage(page_rows, dtype, on_host)
         self._table = PageTable(0, page_rows)  # until `_allocate`
         self._hits = self._misses = 0
         # the second guards all attributes
@@ -497,12 +507,6 @@ class PagedHistoryCache:
             self._check_cached(users)
             ranges = [RowRange(array("i"), 0, 0)] * len(users)
             return self._rows.gather(ranges, self.layer.max_cached_rows)
-
-
-def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    if dtype is None or dtype in DTYPES_OF_8_BITS:
-        return dtype
-    raise ValueError(f"dtype must be None or {names(DTYPES_OF_8_BITS)}, got {dtype}")
 
 
 def _lengths(rows: Jagged) -> list[int]:

@@ -15,13 +15,14 @@ import functools
 import itertools
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..containers.offsets import rows_and_segments
+from ..scalars import check_equal, check_kind, is_sequence
 
 
 class CacheFull(ValueError):
@@ -149,7 +150,10 @@ class PageTable:
             if pinned:
                 pinned.difference_update(*[x.pages for x in known])
             self._check(sum([len(x.pages) for x in known]) + more, len(users), len(pinned))
-            self._make_room(more, set(users))
+            keep = set(users)
+            while self.num_free < more:  # evict the least recently used of the others
+                self.drop(next(user for user in self.users if user not in keep))
+                self.evictions += 1
             for pages, more in needs:
                 pages.extend([self._take() for _ in range(more)])
         return ranges
@@ -191,12 +195,6 @@ class PageTable:
                 f"max_bytes allows {self.num_pages} pages of {self.page_rows} rows,{read} but the"
                 f" histories of these {users} users need {pages}"
             )
-
-    def _make_room(self, pages: int, keep: Collection[Hashable]) -> None:
-        """Evict the least recently used users, but none of `keep`, until so many pages are free."""
-        while self.num_free < pages:
-            self.drop(next(user for user in self.users if user not in keep))
-            self.evictions += 1
 
     def _take(self) -> int:
         if self._freed:
@@ -248,3 +246,39 @@ def rows_on_host(ranges: Sequence[RowRange], page_rows: int) -> Tensor:
 def _rows_of(page: int, page_rows: int) -> memoryview:
     """The rows of a page. Kept, as to make them takes longer than all else that a write needs."""
     return memoryview(array("q", range(page * page_rows, (page + 1) * page_rows)))
+
+
+# -- checks of the users that a caller names ------------------------------------------------------
+
+
+def check_sequence(users: Any) -> None:
+    """Others may end after one pass, or have no order. The characters of a text are no users."""
+    if not is_sequence(users):
+        raise TypeError(f"users must be a list or a tuple of keys, got {type(users).__name__}")
+    check_keys(users)
+
+
+def listed_users(users: Any) -> list[Hashable]:
+    """The users of an iterable, which may be a generator."""
+    if isinstance(users, (str, bytes)):
+        raise TypeError(f"users must be an iterable of keys, got the one key {users!r}")
+    if not is_sequence(users):
+        check_kind("users", users, Iterable, "an iterable of keys")
+    users = list(users)
+    check_keys(users)
+    return users
+
+
+def check_keys(users: Sequence[object]) -> None:
+    for kind in dict.fromkeys(map(type, users)):
+        if kind.__hash__ is None:  # as isinstance(user, Hashable), which takes far longer
+            raise TypeError(f"users must be hashable, got a {kind.__name__}")
+
+
+def check_users(users: Sequence[Hashable], segments: int, name: str) -> None:
+    """One user per segment of `name`, without repetition."""
+    check_sequence(users)
+    check_equal("users", f"be one per segment of {name}", segments, len(users))
+    if len(set(users)) != len(users):
+        repeated = next(user for i, user in enumerate(users) if user in users[:i])
+        raise ValueError(f"users must not be repeated, got {repeated!r} twice")

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
 from ..containers.pages import HostTables, PagedRows, Room, from_8_bits, gather_pages, write_rows
+from ..scalars import check_equal
 from .pages import CacheFull, RowRange, UserPages, row_indices, rows_on_host
 
 
@@ -110,15 +111,7 @@ class RowStorage:
         found = shape, first.dtype, first.device, has_timestamps
         expected = tuple(pages.shape[1:]), self.dtype, pages.device, self.timestamps is not None
         for name, x, own in zip(("shape", "dtype", "device", "timestamps"), found, expected):
-            if x != own:
-                raise ValueError(
-                    f"the layer's keys and values must keep the {name} of the first put, {own},"
-                    f" got {x}"
-                )
-
-    def indices(self, ranges: Sequence[RowRange]) -> tuple[Tensor, Tensor, Tensor]:
-        """`row_indices` of these ranges, on the device."""
-        return row_indices(ranges, self.page_rows, self.device)
+            check_equal("the layer's keys and values", f"keep the {name} of the first put", own, x)
 
     def write(self, rows: HistoryCache, ranges: Sequence[RowRange]) -> None:
         """Copy the rows to these ranges."""
@@ -134,7 +127,7 @@ class RowStorage:
 
     def gather(self, ranges: Sequence[RowRange], max_rows: int | None) -> HistoryCache:
         """A copy of these ranges."""
-        index, offsets, lengths = self.indices(ranges)
+        index, offsets, lengths = row_indices(ranges, self.page_rows, self.device)
         assert self.values is not None and self.dtype is not None
         values, scales, times = (
             None if x is None else x.index_select(0, index)

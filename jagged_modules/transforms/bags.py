@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from ..scalars import check_equal
 from .calls import Call, first_of, is_tensor, positional
 from .capture import MAP_NAME, Captured, is_keyed_jagged, named
 from .lineage import Lineage, Map, Size, shape_of
@@ -45,11 +46,8 @@ class Bags:
 
 
 def find_bags(captured: Captured, names: list[str]) -> Bags | None:
-    """The bags of these inputs, None without such inputs.
-
-    Raises:
-        ValueError: an input is used other than by embedding bags.
-    """
+    """The bags of these inputs, None without such inputs. ValueError if an input is used other than
+    by embedding bags."""
     if not names:
         return None
     leaves = {x: name for name in names for x in captured.inputs[name] if is_tensor(x)}
@@ -150,9 +148,8 @@ def _sums_by_key(sizes: list[Any], lengths: Any) -> bool:
         total = positional(unbind)[0] if unbind is not None else None
         if index != key or total is None or total.target is not aten.sum.dim_IntList:
             return False
-        if positional(total)[1] != [1]:
-            return False
-        if positional(positional(total)[0])[0] is not lengths:
+        summed, dims = positional(total)[:2]
+        if dims != [1] or positional(summed)[0] is not lengths:
             return False
     return True
 
@@ -181,10 +178,8 @@ def with_checked_entries(
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = named(dict(zip(arguments, args)) | kwargs)
         for argument, expected in containers.items():
-            if (own := _inside(argument, given)) != expected:
-                raise ValueError(
-                    f"{argument} must have the entries of example_inputs, {expected}, got {own}"
-                )
+            own = _inside(argument, given)
+            check_equal(argument, "have the entries of example_inputs", expected, own)
         for name, expected in keys.items():
             x: Any = given.get(name)
             if not is_keyed_jagged(x) or list(x.keys()) != expected:
@@ -198,11 +193,8 @@ def with_checked_entries(
             if name in names:
                 row, owner = "user", names[0]
             numbers = num_rows(given.get(owner))[:1]
-            if numbers and given[name].stride() != numbers[0]:
-                raise ValueError(
-                    f"{name} must have one sample per {row}, {numbers[0]}, got"
-                    f" {given[name].stride()}"
-                )
+            if numbers:
+                check_equal(name, f"have one sample per {row}", numbers[0], given[name].stride())
         return of_graph(self, *args, **kwargs)
 
     type(fused).forward = forward

@@ -387,11 +387,7 @@ def evaluate(size: Size, hints: Mapping[Size, int], unknown: int) -> int:
 
 def example_of(model: nn.Module, example_inputs: Any) -> Example:
     """The inputs, without gaps between rows: torch.export would take strides of the example for
-    conditions of the model.
-
-    Raises:
-        TypeError, ValueError: as `fuse_broadcasts`, of another kind of model or inputs.
-    """
+    conditions of the model. Raises as `fuse_broadcasts`."""
 
     def dense(x: Any) -> Any:
         return x.contiguous() if isinstance(x, torch.Tensor) and x.layout == torch.strided else x

@@ -41,17 +41,14 @@ def coarsest_eps(graph: fx.Graph) -> float:
 def certify(
     example: Example, fused: fx.GraphModule, names: tuple[str, ...], eps: float = 0.0
 ) -> str:
-    """Compare both on the example inputs. A sentence for the report. eps: of the coarsest dtype
-    that is computed in.
+    """Compare both on the example inputs. A sentence for the report; ValueError if results differ
+    by more than rounding. eps: of the coarsest dtype that is computed in.
 
     With request_only (`names` of entries of the inputs), the example's first rows become users, of
     which each has several candidates or none. Then the rows of one user are replaced by other rows
     of the example, which should change the results of this user's candidates and of no other.
     Numbers that the example does not have may be out of a model's range: an input in floating point
     may hold ids, counts, probabilities or masks.
-
-    Raises:
-        ValueError: results differ by more than rounding.
     """
     model, args, kwargs = example
     roundings = ROUNDINGS * math.sqrt(sum(node.op == "call_function" for node in fused.graph.nodes))

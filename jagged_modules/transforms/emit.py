@@ -14,6 +14,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ..functional.linear_compress import compress_unchecked
+from . import runtime
 from .attention import TargetAttention
 from .calls import TO_SHAPE, flat, is_tensor, moved_call, positional
 from .compress import Compression
@@ -23,17 +24,6 @@ from .lineage import USERS, Lineage, Map, Size, is_known, shape_of, size_of, ter
 from .own_operators import SegmentAttention
 from .placement import Fusion
 from .report import Decisions
-from .runtime import (
-    attend_by_mlp_in_place,
-    attend_in_place,
-    attend_levels_in_place,
-    attend_segments_in_place,
-    attend_with_users,
-    check_inputs,
-    checked_map,
-    group_candidates,
-    without_negative,
-)
 
 if TYPE_CHECKING:
     from .fuse import Plan
@@ -78,7 +68,9 @@ class Emitter:
             if isinstance(match, TargetAttention):
                 self._join(match)
         self.graph.eliminate_dead_code(
-            lambda node: node.is_impure() or node.target in (checked_map, check_inputs)
+            lambda node: (
+                node.is_impure() or node.target in (runtime.checked_map, runtime.check_inputs)
+            )
         )
         self.graph.lint()
         return self.graph
@@ -119,7 +111,7 @@ class Emitter:
                 users[lengths.name] = self.call(aten.select.int, by_key, 0, 0)
                 self._symbols.setdefault(USERS, (users[lengths.name], 0))
             candidates = {name: self._plain[x] for x, name in self.batch.candidates.items()}
-            self._plain[node] = self.call(checked_map, new, users, candidates)
+            self._plain[node] = self.call(runtime.checked_map, new, users, candidates)
             # inputs that the model never joins have sizes of their own in the captured graph
             for x in self.batch.users:
                 self._symbols.setdefault(shape_of(x.meta["val"])[0], (new, 0))
@@ -154,7 +146,7 @@ class Emitter:
             expected[name] = node.meta.get("val")
             if node in shapes:
                 expected[name] = [expected_size(size) for size in shapes[node]]
-        self.call(check_inputs, given, expected)
+        self.call(runtime.check_inputs, given, expected)
 
     def decisions(self) -> Decisions:
         """What `emit` did."""
@@ -273,7 +265,7 @@ class Emitter:
             return self.call(aten.repeat_interleave.Tensor, counts, output_size=size)
         index = self._bases[map_.node] if map_.kind == "base" else self.value(map_.node)
         if map_.is_narrowed and self._may_wrap(map_):
-            return self.call(without_negative, index, map_.node.name)
+            return self.call(runtime.without_negative, index, map_.node.name)
         return index
 
     def _fused(self, match: Fusion) -> fx.Node:
@@ -293,13 +285,13 @@ class Emitter:
         maps = [self._row_numbers(self.analysis.lineages[x].maps, x) for x in match.keys]
         options = match.transposed, match.heads, match.scale
         query = self.value(match.query)
-        return self.call(attend_levels_in_place, query, keys, values, maps, *options)
+        return self.call(runtime.attend_levels_in_place, query, keys, values, maps, *options)
 
     def _segment_attention(self, match: SegmentAttention) -> fx.Node:
         """As `_attention`, of this project's operator."""
         options = {name: x for name, x in match.options.items() if name != "mask"}
         given = self.value(match.query), *self._keys(match)
-        return self.call(attend_segments_in_place, *given, **options)
+        return self.call(runtime.attend_segments_in_place, *given, **options)
 
     def _attention(self, match: TargetAttention) -> fx.Node:
         """The attention on the bases of its keys, values and mask."""
@@ -309,12 +301,12 @@ class Emitter:
         own = self.analysis.lineages[match.key]
         heads = None if len(shape_of(match.query.meta["val"])) == 4 else int(own.post)
         given = self.value(match.query), key, *others, self._hidden(match)
-        return self.call(attend_in_place, *given, heads, match.scale, match.empty)
+        return self.call(runtime.attend_in_place, *given, heads, match.scale, match.empty)
 
     def _din_attention(self, match: DINAttention) -> fx.Node:
         """As `_attention`, of scores of an MLP."""
         given = self.value(match.query), *self._keys(match), self._hidden(match)
-        out = self.call(attend_by_mlp_in_place, *given, **map_arg(match.mlp, self.value))
+        out = self.call(runtime.attend_by_mlp_in_place, *given, **map_arg(match.mlp, self.value))
         one_row = len(shape_of(match.node.meta["val"])) == 3
         return out if one_row else self.call(aten.squeeze.dim, out, 1)
 
@@ -336,7 +328,7 @@ class Emitter:
         match.own = own
         with self.graph.inserting_after(last):
             given = self._bases[own.query], *later.args
-            both = self.call(attend_with_users, *given, causal=own.causal)
+            both = self.call(runtime.attend_with_users, *given, causal=own.causal)
         with self.graph.inserting_after(both):
             of_users, of_candidates = (self.call(operator.getitem, both, i) for i in range(2))
         for old, new, node in ((earlier, of_users, own.node), (later, of_candidates, match.node)):
@@ -367,7 +359,7 @@ class Emitter:
             index, users = self._row_numbers(lineage.maps, match.node), value
             if own.post != 1:
                 users = self.call(aten.unflatten.int, value, 0, [-1, int(own.post)])
-            return self.call(group_candidates, index, users)
+            return self.call(runtime.group_candidates, index, users)
 
         maps = tuple((x, x.rows_in, x.rows_out) for x in lineage.maps)
         return key, value, self._once(maps, group)

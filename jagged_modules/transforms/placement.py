@@ -391,8 +391,11 @@ def _add_choice(
     given = node not in analysis.moves
     if given:
         add("base", node, math.inf)
-        for operand in _moved_operands(node, analysis):
-            add(node, operand, math.inf)
+        source = analysis.sources.get(node)
+        if source is not None and len(source.lineage.maps) > 1:  # it needs the bases of its map
+            for operand in node.all_input_nodes:
+                if operand in analysis.lineages:
+                    add(node, operand, math.inf)
     else:
         add("base", node, costs.full(node).least)
         # equal costs: it stays
@@ -415,11 +418,3 @@ def _add_choice(
         )
         if (node, user) not in read_in_place and user.target is not aten.sym_size.int:
             add(gather, user if moves else "full", math.inf)
-
-
-def _moved_operands(node: fx.Node, analysis: Analysis) -> list[fx.Node]:
-    """The operands whose bases a source needs: those of a nested map."""
-    source = analysis.sources.get(node)
-    if source is None or len(source.lineage.maps) == 1:
-        return []
-    return [x for x in node.all_input_nodes if x in analysis.lineages]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -247,11 +246,13 @@ class Sizes:
     def _inputs(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The symbols of each input's dynamic dimensions, in torch.export's format."""
         users = set(self.batch.users) if self.batch is not None else set()
-        found: dict[str, Any] = {}
-        for name, x in given.items():
+
+        def of_input(name: str, x: Any) -> Any:
             nodes = [node for entry in named({name: x}) for node in self.captured.inputs[entry]]
             dims = iter([self._dims(node, users) for node in nodes])
-            found[name] = dims_of(x, partial(_next, dims))
+            return dims_of(x, lambda _: next(dims))
+
+        found = {name: of_input(name, x) for name, x in given.items()}
         if self.batch is not None:
             found[MAP_NAME] = {0: sympy.Symbol("candidates", integer=True, positive=True)}
         return found
@@ -261,7 +262,3 @@ class Sizes:
             return None
         shape = self._shape(node, USERS if node in users else None)
         return {dim: size for dim, size in enumerate(shape) if not size.is_Integer} or None
-
-
-def _next(dims: Iterator[Any], _: Any) -> Any:
-    return next(dims)

@@ -24,14 +24,9 @@ from ..validation import check_tensor
 def checked_map(
     candidate_to_user: Tensor, users: Mapping[str, Tensor], candidates: Mapping[str, Tensor]
 ) -> Tensor:
-    """candidate_to_user itself, if it and the inputs' numbers of rows match. torch.compile and
-    torch.export do not trace the checks.
-
-    Raises:
-        TypeError: candidate_to_user is no integer tensor; `users` or `candidates` are no tensors.
-        ValueError: it has not one entry per candidate; `users` or `candidates` differ in their
-            rows; a host map is out of range.
-    """
+    """candidate_to_user itself; TypeError or ValueError unless it has one entry per candidate, in
+    range if it is on the host, and the inputs' numbers of rows match. torch.compile and
+    torch.export do not trace the checks."""
     if torch.compiler.is_compiling():
         return candidate_to_user
     check_integers("candidate_to_user", candidate_to_user)
@@ -58,15 +53,11 @@ def checked_map(
 
 
 def check_inputs(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """That the inputs are such as the graph was captured for.
+    """TypeError or ValueError unless the inputs are such as the graph was captured for.
 
     Args:
         expected: of a tensor, its sizes: numbers; names of sizes that are the same wherever they
             occur; None for any size. Of another input, its value.
-
-    Raises:
-        TypeError: an input is no tensor, but was one.
-        ValueError: an input has other sizes, or another value.
     """
     found: dict[str, int] = {}
     for name, sizes in expected.items():
@@ -95,12 +86,8 @@ def check_inputs(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None
 
 def without_negative(index: Tensor, name: str) -> Tensor:
     """The map itself. It is shared by tensors of different sizes, from whose ends negative entries
-    would count.
-
-    Raises:
-        ValueError: an entry of a host map is negative.
-        RuntimeError: the same in a compiled graph; for device maps, at a later call.
-    """
+    would count: ValueError for one of a host map, RuntimeError in a compiled graph and, at a later
+    call, for device maps."""
     rule = f"{name} must not have negative entries, because it indexes tensors of different sizes"
     if not values_are_checkable(index):
         torch.ops.aten._assert_async.msg((index >= 0).all(), rule)

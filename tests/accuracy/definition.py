@@ -132,11 +132,9 @@ class _RandomErrors(TorchDispatchMode):
             ):
                 return x
             # below the smallest normal number, spacing does not shrink; 0 is exact
-            size = torch.where(x == 0, x, x.abs().clamp(min=self._smallest))
-            error = RMS_OF_ROUNDING * self._eps * torch.randn_like(x) * size
-            return (
-                x + error if sizes is None else x + error + self._sums * torch.randn_like(x) * sizes
-            )
+            error = _normal(x) * x.abs().clamp_(min=self._smallest)
+            error = error.mul_(RMS_OF_ROUNDING * self._eps).masked_fill_(x == 0, 0).add_(x)
+            return error if sizes is None else error.add_(self._sums * _normal(x) * sizes)
 
         return tree_map(disturbed, out)
 
@@ -151,8 +149,13 @@ class _RandomErrors(TorchDispatchMode):
         for total, terms in zip(out[1:], (grad * (x - mean) * rstd, grad)):
             terms = terms.reshape(-1, *shape)
             sizes = partial_sums(torch.tensor(float(len(terms))), total, (terms**2).sum(0))
-            results.append(total + RMS_OF_ROUNDING * self._eps * torch.randn_like(total) * sizes)
+            results.append(total + RMS_OF_ROUNDING * self._eps * _normal(total) * sizes)
         return tuple(results)
+
+
+def _normal(like: Tensor) -> Tensor:
+    """Normal random numbers. On the CPU, those of fp32 take a fifth of the time."""
+    return torch.randn_like(like, dtype=torch.float32 if like.is_cpu else like.dtype)
 
 
 def _sum_sizes(name: str, args: tuple, out: Tensor) -> Tensor | None:

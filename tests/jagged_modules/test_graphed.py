@@ -159,7 +159,7 @@ def test_linear_compression(padded, poisoned_memory):
             compare(module, graph, [candidates, users, given_index], [candidates, users])
 
 
-@pytest.mark.parametrize("name", CASES.keys() - {"JaggedDINAttention-mask"})
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"JaggedDINAttention-mask"}))
 def test_models_of_plain_tensors(padded, name):
     case = CASES[name]
     model = make(case)

@@ -3,6 +3,9 @@
 import runpy
 from pathlib import Path
 
+from readme import shortly_timed
+
 
 def test_it_runs():
-    runpy.run_path(str(Path(__file__).with_name("user_model.py")))["main"]()
+    with shortly_timed():
+        runpy.run_path(str(Path(__file__).with_name("user_model.py")))["main"]()

@@ -6,7 +6,7 @@ from din_problem import ACTIVATIONS, MASKS
 from marks import slow_after
 
 pytestmark = pytest.mark.usefixtures("hopper_din", "poisoned_memory")
-SEGMENTS = dict(candidates=[0, 3, 1, 3, 0] + [4] * 6 + [6] * 2, lengths=[1, 64, 3, 65, 128, 0, 300])
+SEGMENTS = dict(candidates=[0, 3, 1, 0, 4, 6, 4], lengths=[1, 64, 3, 65, 128, 0, 260])
 SIZES = dict(width=64, hidden=(80, 40)) | SEGMENTS
 
 
