@@ -75,6 +75,11 @@ class Captured:
         return node
 
 
+def _tile(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """As `repeat`, of which there are rules."""
+    return x.repeat([1] * (x.dim() - len(dims)) + list(dims))
+
+
 def export(
     example: Example, dynamic_shapes: Any = None, replicated: Sequence[str] = ()
 ) -> torch.export.ExportedProgram:
@@ -100,7 +105,7 @@ def export(
         root = _with_one_batch(model, replicated) if replicated else model
         exported = torch.export.export(
             root, args, kwargs, dynamic_shapes=dynamic_shapes
-        ).run_decompositions({})
+        ).run_decompositions({torch.ops.aten.tile.default: _tile})
     except Exception as error:
         raise ValueError(
             f"model must be one that torch.export captures, got {type(error).__name__}: {error}"
