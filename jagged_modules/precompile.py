@@ -159,11 +159,10 @@ def entries_of(specification: str) -> list[Any]:
     if not callable(make):
         raise ValueError(f"--layers must be FILE.py:FUNCTION, both existing, got {specification}")
     found: Any = make()
-    entries: list[Any] = [found]
     if isinstance(found, dict):
-        entries = list(cast(dict[str, Any], found).values())
-    elif isinstance(found, list):
-        entries = cast(list[Any], found)
+        found = list(cast(dict[str, Any], found).values())
+    single = isinstance(found, (nn.Module, tuple)) or not hasattr(found, "__iter__")
+    entries: list[Any] = [found] if single else list(found)
     if not entries:
         raise ValueError(f"{specification} must return one entry or more, got none")
     for entry in entries:
