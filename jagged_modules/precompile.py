@@ -161,8 +161,9 @@ def entries_of(specification: str) -> list[Any]:
     found: Any = make()
     if isinstance(found, dict):
         found = list(cast(dict[str, Any], found).values())
-    single = isinstance(found, (nn.Module, tuple)) or not hasattr(found, "__iter__")
-    entries: list[Any] = [found] if single else list(found)
+    entries: list[Any] = [found]
+    if isinstance(found, list):
+        (entries,) = entries
     if not entries:
         raise ValueError(f"{specification} must return one entry or more, got none")
     for entry in entries:
