@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .calls import Call, first_of, is_tensor, positional
-from .capture import MAP_NAME, Captured, is_keyed_jagged, named
+from .capture import MAP_NAME, Captured, by_lengths, is_keyed_jagged, named
 from .lineage import Lineage, Map, Size, shape_of
 
 aten = torch.ops.aten
@@ -203,6 +203,12 @@ def with_checked_entries(
                     f"{name} must have one sample per {row}, {numbers[0]}, got"
                     f" {given[name].stride()}"
                 )
+        if any(given[name].offsets_or_none() is not None for name in keys):
+            args, kwargs = pytree.tree_map(
+                lambda x: by_lengths(x) if is_keyed_jagged(x) else x,
+                (args, kwargs),
+                is_leaf=is_keyed_jagged,
+            )
         return of_graph(self, *args, **kwargs)
 
     type(fused).forward = forward

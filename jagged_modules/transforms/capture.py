@@ -331,6 +331,14 @@ def is_keyed_jagged(x: Any) -> bool:
     )
 
 
+def by_lengths(x: Any) -> Any:
+    """A KeyedJaggedTensor with lengths alone: it may have offsets too, or instead, as soon as they
+    were read once. A graph has one of these forms."""
+    if x.variable_stride_per_key() or x.offsets_or_none() is None:
+        return x
+    return type(x)(x.keys(), x.values(), x.weights_or_none(), lengths=x.lengths())
+
+
 def _is_tile_list(x: Any) -> bool:
     """Whether x is the buffer of an attention's tiles, which has no rows of a model."""
     return str(x.target) == "jagged_kernels.tile_lists.default"
@@ -384,6 +392,8 @@ def example_of(model: nn.Module, example_inputs: Any) -> Example:
     """
 
     def dense(x: Any) -> Any:
+        if is_keyed_jagged(x):
+            return by_lengths(x)
         return x.contiguous() if isinstance(x, torch.Tensor) and x.layout == torch.strided else x
 
     check_kind("model", model, nn.Module, "an nn.Module")
