@@ -147,13 +147,45 @@ def run(function: Callable[..., Any], arguments: Arguments) -> None:
 
 
 def entries_of(specification: str) -> list[Any]:
-    """What FILE.py:FUNCTION returns."""
+    """What FILE.py:FUNCTION returns.
+
+    Raises:
+        ValueError: there is no such file or function, or it returns no entry.
+        TypeError: it returns something else.
+    """
     file, _, function = specification.rpartition(":")
     sys.path.insert(0, str(Path(file).resolve().parent))
-    found: Any = runpy.run_path(file)[function]()
+    make = runpy.run_path(file).get(function) if Path(file).is_file() else None
+    if not callable(make):
+        raise ValueError(f"--layers must be FILE.py:FUNCTION, both existing, got {specification}")
+    found: Any = make()
     if isinstance(found, dict):
-        return list(cast(dict[str, Any], found).values())
-    return [found] if isinstance(found, (tuple, nn.Module)) else list(found)
+        found = list(cast(dict[str, Any], found).values())
+    entries: list[Any] = [found]
+    if isinstance(found, list):
+        (entries,) = entries
+    if not entries:
+        raise ValueError(f"{specification} must return one entry or more, got none")
+    for entry in entries:
+        if not (isinstance(entry, nn.Module) or _is_call(entry)):
+            raise TypeError(
+                f"{specification} must return a layer, (callable, arguments), or a list or dict of"
+                f" them, got {entry!r}"
+            )
+    return entries
+
+
+def _is_call(entry: Any) -> bool:
+    """Whether this is (callable, arguments)."""
+    match entry:
+        case (_, nn.Module()):  # two layers
+            return False
+        case (function, arguments):
+            return callable(function) and (
+                callable(arguments) or isinstance(arguments, (tuple, dict))
+            )
+        case _:
+            return False
 
 
 def configured(file: str) -> list[Any]:
@@ -190,6 +222,8 @@ def _autocast(dtype: str | None) -> Generator[None, None, None]:
 
 def _capability(text: str) -> tuple[int, int]:
     major, minor = map(int, text.split("."))
+    if (major, minor) < (8, 0):  # argparse: an invalid value
+        raise ValueError
     return major, minor
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from .dtypes import WrongDtype, names
-from .scalars import check_size
+from .scalars import check_kind, check_size
 from .settings import debug_checks
 from .tracing import is_recording
 from .validation import check_dense
@@ -117,6 +117,11 @@ def _check_offset_values(
             f"{name} must have segments of at most {longest} = {max_seqlen} rows, got"
             f" {int(lengths.max())}"
         )
+
+
+def check_is_device(device: object) -> None:
+    """TypeError unless a tensor's `to` moves to it: a dtype would convert index tensors too."""
+    check_kind("device", device, (torch.device, str, int), "a torch.device, a str or an int")
 
 
 def check_device(name: str, x: Tensor, device: torch.device, owner: str) -> None:

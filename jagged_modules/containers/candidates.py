@@ -17,6 +17,7 @@ from ..segments import (
     check_device,
     check_index_values,
     check_integers,
+    check_is_device,
     check_not_negative,
     check_offsets,
     may_have_tail,
@@ -379,7 +380,11 @@ class CandidateIndex(Queries):
         that of `Tensor.to`.
 
         host_counts stay on the host.
+
+        Raises:
+            TypeError: device is none, as a dtype.
         """
+        check_is_device(device)
         if self.offsets.device == torch.device(device):
             return self
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))

@@ -17,6 +17,7 @@ from ..segments import (
     Segmentation,
     check_device,
     check_integers,
+    check_is_device,
     check_not_negative,
     check_offsets,
     outside_inference_mode,
@@ -168,7 +169,12 @@ class Jagged(Queries):
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Jagged:
         """The Jagged with its tensors on `device`. non_blocking is that of `Tensor.to`. It shares
-        the schedules; their first use on the device copies them there."""
+        the schedules; their first use on the device copies them there.
+
+        Raises:
+            TypeError: device is none, as a dtype: `with_values` takes values of another dtype.
+        """
+        check_is_device(device)
         return self._copy(
             *(x.to(device, non_blocking=non_blocking) for x in (self.values, self.offsets))
         )

@@ -116,7 +116,9 @@ def jagged_attention(
             segment starts, as `jagged_modules.dropout` says. It depends on nothing else: no
             implementation, mask, or length of another segment. With shared keys, all rows of q are
             one segment. Under `batch_invariant`, the row in which a segment starts does not count:
-            all segments drop the same weights.
+            all segments drop the same weights. Seeds below 2^62 from a generator are independent.
+            Seeds whose difference is in their lowest bits, as 0 and 1, exchange what heads drop: a
+            count of steps is no good seed.
 
     Returns:
         `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q. Rows behind the last segment, which only

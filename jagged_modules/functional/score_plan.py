@@ -10,7 +10,13 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from ..scalars import check_kind
-from ..segments import check_device, check_offsets, normal_form, values_are_checkable
+from ..segments import (
+    check_device,
+    check_is_device,
+    check_offsets,
+    normal_form,
+    values_are_checkable,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,7 +95,12 @@ class ScorePlan:
         return self.x_offsets, self.y_offsets, self.p_offsets
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ScorePlan:
-        """The plan with its tensors on `device`. non_blocking is that of `Tensor.to`."""
+        """The plan with its tensors on `device`. non_blocking is that of `Tensor.to`.
+
+        Raises:
+            TypeError: device is none, as a dtype.
+        """
+        check_is_device(device)
         return self._moved(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> ScorePlan:

@@ -25,6 +25,7 @@ from ..tracing import one_module, through_call
 from ..unit_activations import UNIT_ACTIVATIONS, WITH_PARAMETERS, UnitParameters
 from .cached_projections import CachesRows, layer_of_cache
 from .din_weights import read_mlp
+from .from_torch import like
 from .one_node import has_call_of_its_own
 from .parameters import name_keywords
 from .targets import T, Targets, parse_targets
@@ -110,7 +111,8 @@ class JaggedDINAttention(CachesRows):
     def from_torch(
         cls, mlp: nn.Module, normalize: str | None = None, mask: AttentionMask | None = None
     ) -> JaggedDINAttention:
-        """The layer with the weights of a trained attention MLP, a copy of them.
+        """The layer with the weights of a trained attention MLP, a copy of them, in the mode of its
+        linears, frozen if the MLP is.
 
         Args:
             mlp: the module with the linears of the MLP and their activations: in order,
@@ -131,7 +133,8 @@ class JaggedDINAttention(CachesRows):
 
         Raises:
             ValueError: the module has other layers, such as a batch norm outside of Dice, different
-                activations, linears without bias, or sizes that do not fit.
+                activations, linears without bias or of another class, hooks, or sizes that do not
+                fit.
         """
         found = read_mlp(mlp)
         first = found.linears[0].weight
@@ -146,7 +149,7 @@ class JaggedDINAttention(CachesRows):
             **found.norm,
         )
         layer.load_state_dict(found.state_dict())
-        return layer
+        return like(layer, found.linears[0], mlp)
 
     append_reads_cache = False  # for PagedHistoryCache
 

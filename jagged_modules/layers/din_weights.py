@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .from_torch import is_of_class
+from .one_node import has_call_of_its_own
+
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
     nn.Sigmoid: "sigmoid",
@@ -47,6 +50,12 @@ def read_mlp(mlp: nn.Module) -> DINWeights:
     """The linears and activations of the module, each in the order in which they are registered.
     ValueError as `JaggedDINAttention.from_torch`."""
     parts = [x for x in _parts(mlp) if not isinstance(x, DROPOUTS)]
+    for x in parts:
+        if has_call_of_its_own(x) or isinstance(x, nn.Linear) and not is_of_class(x, nn.Linear):
+            raise ValueError(
+                "mlp's linears must have the forward of an nn.Linear, and no part hooks or a"
+                f" forward of its own, got {x}"
+            )
     linears = [x for x in parts if isinstance(x, nn.Linear)]
     modules = [x for x in parts if not isinstance(x, nn.Linear)]
     if len(linears) < 2 or len(modules) != len(linears) - 1:

@@ -134,6 +134,13 @@ class JaggedEncoderLayer(Layer):
             TypeError, ValueError: another kind of module, or options that this layer does not have.
         """
         check_torchs(module, nn.TransformerEncoderLayer)
+        own: Any = module
+        dropouts = [own.self_attn.dropout, own.dropout.p, own.dropout1.p, own.dropout2.p]
+        if len({*dropouts}) > 1:
+            raise ValueError(
+                "module's self_attn, dropout, dropout1 and dropout2 must have one probability, got"
+                f" {dropouts}"
+            )
         return cls.from_parts(
             module.self_attn,
             (module.linear1, module.linear2),

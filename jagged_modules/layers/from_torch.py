@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn import functional as nnf
 
 from ..activations import POINTWISE
 from ..scalars import check_kind
+from .one_node import has_call_of_its_own
 
 L = TypeVar("L", bound=nn.Module)
 EPS_NAMES = "eps", "variance_epsilon", "epsilon"  # of norms that are not torch's
@@ -21,8 +22,21 @@ def check_torchs(module: nn.Module, kind: type[nn.Module]) -> None:
     """TypeError unless the module computes what this class of torch does."""
     expected = f"an nn.{kind.__name__}"
     check_kind("module", module, kind, expected)
-    if type(module).forward is not kind.forward:
-        raise TypeError(f"module must have the forward of {expected}, got {type(module).__name__}")
+    if not is_of_class(module, kind):
+        what = type(module).__name__
+        if type(module).forward is kind.forward:
+            what += " with hooks, or a forward of its own"
+        raise TypeError(f"module must have the forward of {expected} and no hooks, got {what}")
+
+
+def is_of_class(module: nn.Module, kind: type[L]) -> TypeGuard[L]:
+    """Whether a call of the module is the forward of this class of torch. Hooks may change it, and
+    may make the weights that it reads, as those of weight_norm do."""
+    return (
+        isinstance(module, kind)
+        and type(module).forward is kind.forward
+        and not has_call_of_its_own(module)
+    )
 
 
 def checked_attention(module: Any) -> Any:
@@ -107,14 +121,19 @@ def joined(linears: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Ten
 def linear_of(name: str, module: Any) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of an nn.Linear, of an nn.Conv1d that computes each row by itself, or of a
     module of another class that has these parameters and results."""
-    if isinstance(module, nn.Conv1d):
+    if isinstance(module, nn.Module) and has_call_of_its_own(module):
+        raise TypeError(
+            f"{name} must have no hooks and no forward of its own, which may change its weight or"
+            f" its result (prune.remove and remove_weight_norm end theirs), got {module}"
+        )
+    if is_of_class(module, nn.Conv1d):
         given = module.kernel_size, module.stride, module.padding, module.groups
         if given != ((1,), (1,), (0,), 1):
             raise ValueError(
                 f"{name} must have kernel_size 1, stride 1, padding 0 and groups 1, got {module}"
             )
         return module.weight[:, :, 0], module.bias
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    if is_of_class(module, nn.Linear):
         return module.weight, module.bias
     expected = "an nn.Linear, an nn.Conv1d of single rows, or a module that computes the same"
     check_kind(name, module, nn.Module, expected)
@@ -149,7 +168,7 @@ def torch_norm(name: str, norm: Any, width: int) -> Any:
     """The norm as an nn.LayerNorm or nn.RMSNorm if it has its parameters in their order, an eps,
     and its results for rows of about 1 and of about √eps. Otherwise the module, which must compute
     each row by itself."""
-    if isinstance(norm, (nn.LayerNorm, nn.RMSNorm)):
+    if _kind_of_norm(norm) is not None:
         return norm
     check_kind(name, norm, nn.Module, "an nn.LayerNorm, an nn.RMSNorm or another module of rows")
     eps = next((x for x in (getattr(norm, y, None) for y in EPS_NAMES) if x is not None), None)
@@ -165,13 +184,33 @@ def torch_norm(name: str, norm: Any, width: int) -> Any:
             parameter.copy_(values)
         return module(torch.stack([x, x * (eps**0.5 or 1)]))
 
-    if not float((results(norm) - results(own)).abs().max()) < 1e-5:
+    try:
+        difference = float((results(norm) - results(own)).abs().max())
+    except RuntimeError:  # of dtypes
+        return _of_rows(name, norm, width)
+    if not difference < 1e-5:
         return _of_rows(name, norm, width)
     own.to(**place(norm))
     with torch.no_grad():
         for parameter, values in zip(own.parameters(), parameters):
             parameter.copy_(values)
     return own
+
+
+def _kind_of_norm(norm: Any) -> type[nn.Module] | None:
+    """nn.LayerNorm or nn.RMSNorm, if a call of the norm computes its class's forward. A forward of
+    its own may do so in another dtype."""
+    kinds: tuple[Any, ...] = nn.LayerNorm, nn.RMSNorm
+    for kind in kinds:
+        if is_of_class(norm, kind):
+            return kind
+        if isinstance(norm, kind) and norm.weight is not None:
+            x = _a_row(norm.weight.numel()).to(norm.weight).view_as(norm.weight)
+            tolerance = 8 * torch.finfo(x.dtype).eps
+            with torch.no_grad():
+                if torch.allclose(norm(x), kind.forward(norm, x), tolerance, tolerance):
+                    return kind
+    return None
 
 
 def _of_rows(name: str, norm: nn.Module, width: int) -> nn.Module:
@@ -203,8 +242,8 @@ def norm_of(norms: Sequence[Any]) -> dict[str, Any]:
     """The options `norm` and `norm_eps` of an encoder layer with these two norms; none if they are
     not torch's, or not of one kind with one eps."""
     first, second = norms
-    kind = next((kind for kind in (nn.LayerNorm, nn.RMSNorm) if isinstance(first, kind)), None)
-    if kind is None or not isinstance(second, kind) or not first.eps == second.eps is not None:
+    kind, other = map(_kind_of_norm, norms)
+    if kind is None or other is not kind or not first.eps == second.eps is not None:
         return {}
     return dict(norm="rms" if kind is nn.RMSNorm else "layer", norm_eps=first.eps)
 

@@ -21,6 +21,7 @@ from ..containers.pages import DTYPES_OF_8_BITS
 from ..dtypes import names
 from ..scalars import check_kind, check_size, to_ints
 from ..submodules import Members
+from .fused_steps import count_fused_steps
 from .pages import (
     CacheFull,
     PageTable,
@@ -85,8 +86,9 @@ class PagedHistoryCache:
 
     The cache belongs to one layer. A user's rows are valid for the weights that computed them:
     after a change of the layer's parameters (also in place), all users count as not cached until
-    `put` computes their histories anew. Only writes through `.data`, and in-place ones to
-    parameters that were made in inference mode, leave no trace in torch: call `clear` after them.
+    `put` computes their histories anew. Only writes through `.data`, as those of other libraries'
+    optimizers may be, and in-place ones to parameters that were made in inference mode leave no
+    trace in torch: call `clear` after them.
 
     With page_rows of 128, 256, 512, ..., attention reads the rows of a batch in their pages,
     without a copy. Otherwise, and where a history begins within a page (after max_attn_len has cut
@@ -147,6 +149,7 @@ class PagedHistoryCache:
         if dtype is not None and dtype not in DTYPES_OF_8_BITS:
             raise ValueError(f"dtype must be None or {names(DTYPES_OF_8_BITS)}, got {dtype}")
         self._members = Members(module)
+        count_fused_steps(module, self)
         self.layer, self.max_bytes, self.page_rows = layer, max_bytes, page_rows
         self._version, self._weights = 0, tuple[object, ...]()
         self._storages: list[torch.UntypedStorage] = []

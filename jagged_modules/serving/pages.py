@@ -15,7 +15,7 @@ import functools
 import itertools
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch

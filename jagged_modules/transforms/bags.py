@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..scalars import check_equal
 from .calls import Call, first_of, is_tensor, positional
-from .capture import MAP_NAME, Captured, is_keyed_jagged, named
+from .capture import MAP_NAME, Captured, by_lengths, is_keyed_jagged, named
 from .lineage import Lineage, Map, Size, shape_of
 
 aten = torch.ops.aten
@@ -195,6 +195,12 @@ def with_checked_entries(
             numbers = num_rows(given.get(owner))[:1]
             if numbers:
                 check_equal(name, f"have one sample per {row}", numbers[0], given[name].stride())
+        if any(given[name].offsets_or_none() is not None for name in keys):
+            args, kwargs = pytree.tree_map(
+                lambda x: by_lengths(x) if is_keyed_jagged(x) else x,
+                (args, kwargs),
+                is_leaf=is_keyed_jagged,
+            )
         return of_graph(self, *args, **kwargs)
 
     type(fused).forward = forward

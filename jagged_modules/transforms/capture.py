@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..scalars import check_kind
@@ -75,6 +75,11 @@ class Captured:
         return node
 
 
+def _tile(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """As `repeat`, of which there are rules."""
+    return x.repeat([1] * (x.dim() - len(dims)) + list(dims))
+
+
 def export(
     example: Example, dynamic_shapes: Any = None, replicated: Sequence[str] = ()
 ) -> torch.export.ExportedProgram:
@@ -100,7 +105,7 @@ def export(
         root = _with_one_batch(model, replicated) if replicated else model
         exported = torch.export.export(
             root, args, kwargs, dynamic_shapes=dynamic_shapes
-        ).run_decompositions({})
+        ).run_decompositions({torch.ops.aten.tile.default: _tile})
     except Exception as error:
         raise ValueError(
             f"model must be one that torch.export captures, got {type(error).__name__}: {error}"
@@ -341,6 +346,14 @@ def is_keyed_jagged(x: Any) -> bool:
     )
 
 
+def by_lengths(x: Any) -> Any:
+    """A KeyedJaggedTensor with lengths alone: it may have offsets too, or instead, as soon as they
+    were read once. A graph has one of these forms."""
+    if x.variable_stride_per_key() or x.offsets_or_none() is None:
+        return x
+    return type(x)(x.keys(), x.values(), x.weights_or_none(), lengths=x.lengths())
+
+
 def _is_tile_list(x: Any) -> bool:
     """Whether x is the buffer of an attention's tiles, which has no rows of a model."""
     return str(x.target) == "jagged_kernels.tile_lists.default"
@@ -390,6 +403,8 @@ def example_of(model: nn.Module, example_inputs: Any) -> Example:
     conditions of the model. Raises as `fuse_broadcasts`."""
 
     def dense(x: Any) -> Any:
+        if is_keyed_jagged(x):
+            return by_lengths(x)
         return x.contiguous() if isinstance(x, torch.Tensor) and x.layout == torch.strided else x
 
     check_kind("model", model, nn.Module, "an nn.Module")

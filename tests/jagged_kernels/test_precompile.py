@@ -242,6 +242,44 @@ def test_other_folders_are_refused(tmp_path, unloaded):
             jm.precompiled(path)
 
 
+WRONG = """
+from torch import nn
+
+def none(): return None
+def empty(): return {}
+def number(): return {"a": 3}
+def layers(): return nn.Linear(2, 2), nn.Linear(2, 2)
+"""
+
+
+@pytest.mark.parametrize(
+    "function, error, message",
+    [
+        ("absent", ValueError, "must be FILE.py:FUNCTION, both existing, got .*wrong.py:absent"),
+        ("none", TypeError, "wrong.py:none must return a layer, .* got None"),
+        ("empty", ValueError, "wrong.py:empty must return one entry or more, got none"),
+        ("number", TypeError, r"\(callable, arguments\), or a list or dict of them, got 3"),
+        ("layers", TypeError, r"must return a layer, .* got \(Linear"),
+    ],
+)
+def test_functions_that_make_no_layers(tmp_path, function, error, message):
+    (tmp_path / "wrong.py").write_text(WRONG)
+    with pytest.raises(error, match=message):
+        program.entries_of(f"{tmp_path}/wrong.py:{function}")
+
+
+@pytest.mark.parametrize("given", ["absent.py:make", "wrong.py"])
+def test_names_of_no_function(given):
+    with pytest.raises(ValueError, match=f"must be FILE.py:FUNCTION, both existing, got {given}"):
+        program.entries_of(given)
+
+
+def test_a_capability_without_kernels(capsys):
+    with pytest.raises(SystemExit):
+        program.main(["--capability", "7.5", "--layers", "m.py:make", "--out", "absent.zip"])
+    assert "argument --capability: invalid _capability value: '7.5'" in capsys.readouterr().err
+
+
 def test_configurations(tmp_path):
     """The benchmark's file names the layers of its training steps."""
     entries = program.configured(str(ROOT / "kernels" / "benchmarks" / "first_call.json"))

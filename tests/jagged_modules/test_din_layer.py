@@ -97,6 +97,18 @@ def test_weights_of_other_libraries(kind, training):
         torch.testing.assert_close(ours, theirs)
 
 
+def test_a_layer_has_the_mode_of_its_mlp():
+    """Dice's statistics are those of the batch in training alone. A new list is in training."""
+    mlp = randomize(published("FuxiCTR")).eval().requires_grad_(False)
+    layer = jm.JaggedDINAttention.from_torch(nn.ModuleList([mlp]))
+    targets, history = torch.randn(5, 1, E), torch.randn(ROWS, E)
+    out = layer(targets, (history, OFFSETS), CANDIDATES)
+    torch.testing.assert_close(out, padded_model(mlp, targets, history))
+    assert not any(x.requires_grad for x in layer.parameters())
+    trained = jm.JaggedDINAttention.from_torch(mlp.train().requires_grad_(True))
+    assert trained.training and all(x.requires_grad for x in trained.parameters())
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_slopes_of_prelu(shared):
     def prelu(size):
@@ -109,6 +121,16 @@ def test_slopes_of_prelu(shared):
     torch.testing.assert_close(out, padded_model(mlp, targets, history))
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def hooked(module):
+    module.register_forward_hook(lambda module, given, out: 2 * out)
+    return module
+
+
 @pytest.mark.parametrize(
     "mlp, message",
     [
@@ -117,6 +139,8 @@ def test_slopes_of_prelu(shared):
         (nn.Sequential(nn.Linear(32, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1)), "but the"),
         (nn.Sequential(nn.Linear(32, 4), nn.ReLU(), nn.Linear(4, 2)), "to 1, got linears"),
         (nn.Sequential(nn.Linear(32, 4, bias=False), nn.ReLU(), nn.Linear(4, 1)), "biases"),
+        (nn.Sequential(nn.Linear(32, 4), nn.ReLU(), Doubled(4, 1)), "forward of an nn.Linear"),
+        (nn.Sequential(nn.Linear(32, 4), hooked(nn.ReLU()), nn.Linear(4, 1)), "no part hooks"),
     ],
 )
 def test_modules_that_are_not_an_attention_mlp(mlp, message):
@@ -219,11 +243,6 @@ def test_compiled_and_exported(activation):
 def test_errors_of_the_constructor(change, message):
     with pytest.raises((TypeError, ValueError), match=message):
         jm.JaggedDINAttention(**(dict(embedding_dim=E) | change))
-
-
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
 
 
 @pytest.mark.parametrize(

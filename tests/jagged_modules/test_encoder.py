@@ -227,6 +227,22 @@ def test_norms_and_activations_by_what_they_compute(is_rms):
     assert_equal_on_rows(own, module, padded())
 
 
+class OfTorch(nn.LayerNorm):
+    """torch's with a forward of its own. scale: of the result."""
+
+    def __init__(self, scale=1.0):
+        super().__init__(WIDTH)
+        self.scale = scale
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+def hooked(module, hook=lambda module, given, out: 2 * out):
+    module.register_forward_hook(hook)
+    return module
+
+
 @pytest.mark.parametrize(
     "norms",
     [
@@ -236,8 +252,10 @@ def test_norms_and_activations_by_what_they_compute(is_rms):
         (nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)),
         (nn.LayerNorm(WIDTH), nn.Identity()),
         (nn.LayerNorm(WIDTH), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))),
+        (OfTorch(scale=2.0), nn.LayerNorm(WIDTH)),
+        (nn.LayerNorm(WIDTH), hooked(nn.LayerNorm(WIDTH))),
     ],
-    ids=["unbiased deviation", "two kinds", "two eps", "no eps", "no norm", "norm and linear"],
+    ids="deviation two-kinds two-eps no-eps no-norm norm-and-linear scaled hook".split(),
 )
 def test_norms_that_are_called(norms):
     module = Projections(is_sasrec=False).double().eval()
@@ -251,6 +269,16 @@ def test_norms_that_are_called(norms):
     )
     assert own.norm1 is not module.norm1 and not own.norm1.training
     assert_equal_on_rows(own, module, padded())
+
+
+def test_a_norm_of_torch_that_computes_in_fp32():
+    class InFloat32(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.float()).to(x.dtype)
+
+    norms = [InFloat32(WIDTH) for _ in range(2)]
+    own = jm.JaggedEncoderLayer.from_parts(**(PARTS | dict(norms=norms)))
+    assert not {InFloat32} & {type(own.norm1), type(own.norm2)}
 
 
 def test_gate_and_values_in_two_linears():
@@ -344,6 +372,11 @@ class LowRank(nn.Linear):
         return super().forward(x) + x @ self.a @ self.b.T
 
 
+class DoubledConv(nn.Conv1d):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
 PARTS = dict(
     attention=[nn.Linear(WIDTH, WIDTH) for _ in "qkvo"],
     linears=(nn.Linear(WIDTH, FFN), nn.Linear(FFN, WIDTH)),
@@ -369,6 +402,21 @@ PARTS = dict(
         (dict(linears=[nn.Bilinear(2, 2, 2)] * 2), TypeError, r"linears\[0\] must be an nn.Linear"),
         (dict(linears=[LowRank(WIDTH, WIDTH)] * 2), TypeError, "computes the same, got LowRank"),
         (dict(linears=[OwnLinear(WIDTH, WIDTH, 2)] * 2), TypeError, "a module that computes the s"),
+        (
+            dict(linears=(hooked(nn.Linear(WIDTH, FFN)), PARTS["linears"][1])),
+            TypeError,
+            r"linears\[0\] must have no hooks and no forward of its own",
+        ),
+        (
+            dict(linears=(PARTS["linears"][0], hooked(nn.Conv1d(FFN, WIDTH, 1)))),
+            TypeError,
+            r"linears\[1\] must have no hooks",
+        ),
+        (
+            dict(linears=(PARTS["linears"][0], DoubledConv(FFN, WIDTH, 1))),
+            TypeError,
+            r"linears\[1\] must be an nn.Linear",
+        ),
         (dict(norms=[nn.BatchNorm1d(WIDTH)] * 2), ValueError, "norm1 must compute each row of wid"),
         (dict(norms=[nn.Linear(WIDTH, FFN)] * 2), ValueError, "each row of width 24 by itself, go"),
         (dict(norms=[nn.Linear(FFN, WIDTH)] * 2), ValueError, "norm1 must compute each row of wid"),
@@ -379,6 +427,18 @@ PARTS = dict(
 def test_parts_that_do_not_fit(changes, error, message):
     with pytest.raises(error, match=message):
         jm.JaggedEncoderLayer.from_parts(**(PARTS | changes))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_weight_that_a_hook_makes():
+    """It is that of the last call, not of the parameters."""
+    linear = nn.utils.weight_norm(nn.Linear(WIDTH, FFN))
+    parts = PARTS | dict(linears=(linear, PARTS["linears"][1]))
+    with pytest.raises(TypeError, match=r"linears\[0\] must have no hooks .* remove_weight_norm"):
+        jm.JaggedEncoderLayer.from_parts(**parts)
+    nn.utils.remove_weight_norm(linear)
+    own = jm.JaggedEncoderLayer.from_parts(**parts)
+    torch.testing.assert_close(own.linear1.weight, linear.weight)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -469,6 +529,12 @@ def test_a_nan_stays_in_its_segment():
     assert torch.equal(out[:4], clean[:4]) and out[4:].isnan().any()
 
 
+def without_attention_dropout():
+    module = encoder_layer()
+    module.self_attn.dropout = 0
+    return module
+
+
 @pytest.mark.parametrize(
     "make, error, message",
     [
@@ -491,7 +557,17 @@ def test_a_nan_stays_in_its_segment():
         (
             lambda: jm.JaggedTargetAttention.from_torch(OwnAttention(8, 2)),
             TypeError,
-            "module must have the forward of an nn.MultiheadAttention, got OwnAttention",
+            "the forward of an nn.MultiheadAttention and no hooks, got OwnAttention",
+        ),
+        (
+            lambda: jm.JaggedGDPA.from_torch(hooked(nn.MultiheadAttention(8, 2))),
+            TypeError,
+            "got MultiheadAttention with hooks, or a forward of its own",
+        ),
+        (
+            lambda: jm.JaggedEncoderLayer.from_torch(without_attention_dropout()),
+            ValueError,
+            r"self_attn, dropout, .* must have one probability, got \[0, 0.1, 0.1, 0.1\]",
         ),
         (
             lambda: jm.JaggedEncoderLayer.from_torch(encoder_layer(activation=torch.tanh)),

@@ -306,6 +306,18 @@ def test_a_container_whose_lengths_nobody_asked_for_takes_them_along(values, off
     assert jm.Jagged(values, offsets).to("meta").host_lengths.tolist() == LENGTHS
 
 
+@pytest.mark.parametrize("kind", ["container", "index", "plan"])
+def test_a_dtype_is_no_device(values, offsets, kind):
+    """It would round the offsets."""
+    given = {
+        "container": jm.Jagged(values, offsets),
+        "index": jm.CandidateIndex.from_offsets(offsets),
+        "plan": jm.functional.ScorePlan.from_offsets(offsets),
+    }[kind]
+    with pytest.raises(TypeError, match="device must be a torch.device, .* got dtype"):
+        given.to(torch.bfloat16)
+
+
 # -- schedules -------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """PagedHistoryCache: pages, eviction, budgets, versions of weights, threads, 10^5 users."""
 
+import gc
 import random
 import threading
 
@@ -210,7 +211,14 @@ def replaced(layer):
     layer.layers[1].output_norm.weight = torch.nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("change", [in_place, loaded, replaced])
+def fused_step(layer):
+    """torch counts no write of it."""
+    parameter = layer.layers[0].out_proj.weight
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.Adam(layer.parameters(), fused=True).step()
+
+
+@pytest.mark.parametrize("change", [in_place, loaded, replaced, fused_step])
 def test_rows_of_other_weights_are_not_cached(change):
     timeline, stack = Timeline([[3, 2], [1, 1]], [1, 1]), hstu(config_of())
     cache, history = jm.PagedHistoryCache(stack, 2**20), jagged(timeline.take(timeline.rows, 0))
@@ -230,6 +238,26 @@ def test_rows_of_other_weights_are_not_cached(change):
     kept = cache.select(["b"]).layers
     for x, y in zip(kept, stack.cache(jagged(timeline.take(timeline.rows, 0)[1:])).layers):
         assert torch.equal(x.values, y.values)
+
+
+def test_steps_that_change_nothing_of_the_layer():
+    """Those of other parameters, and those behind the cache's life."""
+    layer, other = jm.JaggedTargetAttention(8, 2), torch.nn.Linear(2, 2)
+    cache = jm.PagedHistoryCache(layer, 2**20)
+    cache.put(["a"], (torch.randn(3, 8), torch.tensor([0, 3])))
+    for x in (*layer.parameters(), *other.parameters()):
+        x.grad = torch.ones_like(x)
+    own, others = layer.q_proj.weight, other.weight
+    versions = own._version, others._version
+    torch.optim.SGD(other.parameters(), fused=True).step()
+    assert "a" in cache and (own._version, others._version) == versions
+    step = torch.optim.SGD(layer.parameters(), fused=True).step
+    step()
+    assert "a" not in cache and own._version == versions[0] + 1
+    del cache
+    gc.collect()
+    step()
+    assert own._version == versions[0] + 1
 
 
 def test_new_weights_at_the_address_of_old_ones():

@@ -117,6 +117,33 @@ def test_torchrec_all_inputs_of_users():
         fused(dense, features, candidate_to_user=index + 1)
 
 
+def by_offsets(features):
+    return KeyedJaggedTensor(features.keys(), features.values(), offsets=features.offsets())
+
+
+def with_both(features):
+    """As after an embedding that read the offsets."""
+    features.offsets()
+    return features
+
+
+@pytest.mark.parametrize("other", [by_offsets, with_both])
+@pytest.mark.parametrize("of_users", [True, False])
+def test_features_with_offsets(other, of_users):
+    """In the example, and in calls that run the graph (3 users) and the model (6)."""
+    model = TORCHREC["DLRM"]().eval()
+    shared = ("dense_features", "sparse_features") if of_users else ("dense_features",)
+    for given in (sparse(64), other(sparse(64))):
+        example = torch.randn(64, DENSE), given
+        fused = fuse_broadcasts(model, example, request_only=shared, max_batch=(4, 100_000))
+        for users in (3, 6):
+            index, dense = torch.tensor([2, 0, 2, 2, 0]), torch.randn(users, DENSE)
+            features = sparse(users if of_users else len(index))
+            expected = model(dense[index], select_rows(features, index) if of_users else features)
+            found = fused(dense, other(features), candidate_to_user=index)
+            torch.testing.assert_close(found, expected)
+
+
 def test_other_keys():
     """The graph has the keys by their position."""
     fused = fuse_broadcasts(

@@ -250,6 +250,42 @@ def test_replication_by_the_caller():
     assert all(x is y for x, y in zip(fused.parameters(), model.parameters()))
 
 
+class Routing(nn.Module):
+    """Capsules of a history, as in MIND: each begins with the same logits. form: how the logits
+    are repeated for the batch."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.logits, self.form = nn.Parameter(torch.randn(4, 5)), form
+
+    def forward(self, history, item):
+        logits = self.form(self.logits, history.shape[0])
+        capsules = logits.softmax(2) @ history
+        logits = logits + capsules @ history.transpose(1, 2)
+        return ((logits.softmax(2) @ history) * item[:, None]).sum(2).amax(1)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x, batch: x.expand(batch, -1, -1),
+        lambda x, batch: x.repeat(batch, 1, 1),
+        lambda x, batch: torch.tile(x, (batch, 1, 1)),
+        lambda x, batch: torch.tile(x[None].expand(batch, -1, -1), (1, 1)),
+    ],
+    ids=["expand", "repeat", "tile", "tile of the last dimensions"],
+)
+def test_a_constant_that_is_repeated_for_the_batch(form):
+    model = Routing(form).eval()
+    example = torch.randn(32, 5, 8), torch.randn(32, 8)
+    fused = fuse_broadcasts(model, example, request_only=["history"])
+    history, item, index = torch.randn(3, 5, 8), torch.randn(50, 8), torch.arange(50) % 3
+    found = fused(history, item, candidate_to_user=index)
+    torch.testing.assert_close(found, model(history[index], item))
+    products = [site for site in fused.report.sites if site.operator.startswith("matmul")]
+    assert len(products) == 3 and {site.decision for site in products} == {"moved"}
+
+
 def test_one_row_in_the_example_is_enough():
     model = Ranking().eval()
     fused = fuse_broadcasts(
