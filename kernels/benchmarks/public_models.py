@@ -382,10 +382,7 @@ def measured(
     left_in, model = gathered, fused
     if mode == COMPILED:
         left_in, model = compiled(gathered), compiled(fused)
-    calls_of_both = [
-        lambda: left_in(given, index),
-        lambda: model(**given, candidate_to_user=index),
-    ]
+    calls_of_both = [lambda: left_in(given, index), lambda: model(**given, candidate_to_user=index)]
     if mode == GRAPHS:
         calls_of_both = [replayed(x) for x in calls_of_both]
     first, second = least_times(calls_of_both, calls, device)
