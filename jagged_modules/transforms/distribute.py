@@ -1,6 +1,7 @@
 """Operators on a concatenation, written as a sum or a concatenation of operators on its parts.
 
     linear([x | y], W)  = linear(x, W[:, :k]) + linear(y, W[:, k:])         also of x - y: terms.py
+            [x | y] may be looked up in a table: [T[i] | T[j]] = T[[i | j]]
             the same for matmul with a weight on either side
     [x; y] [x; y]ᵀ      = [[x xᵀ, x yᵀ], [y xᵀ, y yᵀ]]
     Σ [x | y]           = Σ x + Σ y
@@ -54,6 +55,12 @@ class Distributor:
         self.whole: dict[fx.Node, Lineage] = {}
         self.reasons: dict[fx.Node, str] = {}
         self._rewriting: fx.Node | None = None
+        # parameters and buffers, and what is computed from them alone
+        self._constants = set[fx.Node]()
+        for node in graph.nodes:
+            read = node.all_input_nodes
+            if node.op == "get_attr" or (read and self._constants.issuperset(read)):
+                self._constants.add(node)
         # of parts that the rewrites made: their maps are those of what they were made of
         self._sources: dict[fx.Node, Lineage] = {}
 
@@ -197,6 +204,13 @@ class Distributor:
         ):
             return [self._unsqueezed(y, dim) for y in call["tensors"]]
         operand: Any = x.args[0] if x.args else None
+        if x.target is aten.embedding.default:
+            indices = call["indices"]
+            is_table = call["weight"] in self._constants and dim < len(shape) - 1
+            pieces = self._pieces(indices, dim) if is_table else [indices]
+            return [x] if len(pieces) == 1 else [self._like(x, indices, piece) for piece in pieces]
+        if x.target is aten.add.Tensor and call["other"] in self._constants:
+            return self._sums(x, operand, call["other"], dim)
         if not is_tensor(operand):
             return [x]
         before = shape_of(operand.meta["val"])
@@ -225,6 +239,30 @@ class Distributor:
                 for piece, width in zip(pieces, widths)
             ]
         return [x]
+
+    def _sums(self, x: fx.Node, operand: fx.Node, constant: fx.Node, dim: int) -> list[fx.Node]:
+        """The pieces of operand + constant, as offsets of the fields' rows in one table."""
+        shape, own = shape_of(x.meta["val"]), shape_of(constant.meta["val"])
+        axis = dim - len(shape) + len(own)
+        if Call(x, {})["alpha"] != 1 or shape_of(operand.meta["val"]) != shape:
+            return [x]
+        pieces = self._pieces(operand, dim)
+        if len(pieces) == 1:
+            return [x]
+        widths = [shape_of(piece.meta["val"])[dim] for piece in pieces]
+        if not all(width.is_Integer for width in widths):
+            return [x]
+        ends = list(itertools.accumulate(map(int, widths), initial=0))
+        if axis < 0 or own[axis] == 1:
+            parts = [constant for _ in pieces]
+        else:
+            parts = [
+                self._new(aten.slice.Tensor, constant, axis, *both) for both in zip(ends, ends[1:])
+            ]
+        return [
+            self._new(aten.add.Tensor, piece, part, lineage_of=piece)
+            for piece, part in zip(pieces, parts)
+        ]
 
     def _unsqueezed(self, x: fx.Node, dim: int) -> fx.Node:
         lineage = self._lineage(x)
@@ -452,7 +490,7 @@ class Distributor:
         """Its cost for each reader, if all of them can be written in parts. Then it is not written,
         nor are its parts gathered for it."""
         while x.target not in (aten.cat.default, aten.stack.default):
-            x = positional(x)[0]
+            x = positional(x)[x.target is aten.embedding.default]
         gathers = [
             self.costs.of(part.node, 0, 2 * self.costs.bytes(part.node))
             for part in parts
@@ -472,7 +510,9 @@ class Distributor:
             )
             if is_product or target is aten.sum.dim_IntList:
                 numbers.append(1)
-            elif operands == [x] and (target in VIEWS or rule_of(target) is pointwise):
+            elif {*operands} - self._constants == {x} and (
+                target in (*VIEWS, aten.embedding.default) or rule_of(target) is pointwise
+            ):
                 numbers.append(self._readers(user))
             else:
                 numbers.append(0)

@@ -252,3 +252,47 @@ def test_lookups_in_small_tables_are_one_part():
     user, item = torch.randn(3, 256), torch.randint(500, (40, 6))
     torch.testing.assert_close(graph(user, item, candidate_to_user=index), model(user[index], item))
     assert sorted(matmul_rows(graph, user, item, candidate_to_user=index)) == [3, 40]
+
+
+class OneTable(nn.Module):
+    """Fields of the user's and the item's in one table, from an offset on for each field. form: of
+    the embeddings, of the ids of all fields."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.table, self.form = nn.Embedding(18 * 20, WIDTH), form
+        self.register_buffer("offsets", torch.arange(18) * 20)
+        self.positions = nn.Parameter(torch.randn(18, WIDTH))
+        self.out = nn.Linear(18 * WIDTH, 7)
+
+    def forward(self, user, item):
+        x = self.form(self, torch.cat([user, item], 1))
+        return self.out(x.flatten(1))
+
+
+OF_ONE_TABLE = {
+    "ids": lambda model, x: model.table(x),
+    "offsets": lambda model, x: model.table(x + model.offsets),
+    "offsets in a row": lambda model, x: model.table(x + model.offsets.clone().unsqueeze(0)),
+    "one offset": lambda model, x: model.table(x + model.offsets[3:4]),
+    "twice an offset": lambda model, x: model.table(x.add(model.offsets[:9].repeat(2), alpha=2)),
+    "positions": lambda model, x: model.table(x) + model.positions,
+}
+
+
+@pytest.mark.parametrize("form", OF_ONE_TABLE)
+def test_fields_of_one_table(form):
+    model = OneTable(OF_ONE_TABLE[form]).double().eval()
+
+    def ids(rows, fields):
+        return torch.randint(20, (rows, fields))
+
+    example = ids(CANDIDATES, 16), ids(CANDIDATES, 2)
+    fused = fuse_broadcasts(model, example, request_only=["user"], max_batch=(USERS, CANDIDATES))
+    graph = copy.deepcopy(fused)
+    for users, index in ((3, [2, 0, 2, 2, 0]), (1, [0, 0, 0]), (6, [4])):
+        index, user, item = torch.tensor(index), ids(users, 16), ids(len(index), 2)
+        found = graph(user, item, candidate_to_user=index)
+        torch.testing.assert_close(found, model(user[index], item), rtol=1e-10, atol=1e-10)
+    rows = matmul_rows(fused, ids(3, 16), ids(50, 2), candidate_to_user=torch.arange(50) % 3)
+    assert sorted(rows) == ([50] if form == "twice an offset" else [3, 50])
