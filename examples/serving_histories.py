@@ -55,8 +55,8 @@ class Histories:
         self._offsets = np.concatenate(
             [[0], np.bincount(log.user[kept], minlength=log.num_users + 1).cumsum()]
         )
-        # of the events that were added, items and ratings [2, capacity], and the columns of the
-        # last ones; behind these nothing was read yet
+        # of the events that were added, items and ratings [2, capacity], the first column of the
+        # last ones, and that behind them, from which on no view reads
         self._added: dict[int, tuple[np.ndarray, int, int]] = {}
 
     def length(self, user: int) -> int:
