@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from .scalars import check_choice, check_flag, check_kind, check_number, check_size
+from .scalars import check_choice, check_equal, check_flag, check_kind, check_number, check_size
 from .segments import check_device, check_index_values, check_integers, check_offsets, normal_form
 from .validation import check_tensor
 
@@ -107,10 +107,7 @@ def check_rotary(rotary: Rotary | None, q: Tensor, offsets: Tensor) -> None:
     if positions is None:
         check_offsets("offsets", offsets, max_seqlen=limit, longest="rotary's max_seqlen")
         return
-    if positions.shape[0] != rows:
-        raise ValueError(
-            f"rotary's positions must have one entry per row, {rows}, got {positions.shape[0]}"
-        )
+    check_equal("rotary's positions", "have one entry per row", rows, positions.shape[0])
     check_index_values("rotary's positions", positions, limit, "{}, the rows of cos")
 
 
@@ -169,8 +166,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
                 f"{name} must have shape [L, D / 2] of x {list(x.shape)} with D even, got"
                 f" {list(table.shape)}"
             )
-        if table.device != x.device:
-            raise ValueError(f"{name} must be on x's device, {x.device}, got {table.device}")
+        check_equal(name, "be on x's device", x.device, table.device)
     dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (table.to(dtype)[:, None] for table in (cos, sin))
     first, second = torch.unbind(torch.unflatten(x.to(dtype), -1, (-1, 2)), -1)

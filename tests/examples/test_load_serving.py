@@ -208,7 +208,7 @@ def test_a_short_run(served, tmp_path, capsys, way):
             "30",
             "60",
             "--seconds",
-            "1",
+            "0.5",
             "--warm-up",
             "0.1",
             "--new-events",
@@ -224,9 +224,9 @@ def test_a_short_run(served, tmp_path, capsys, way):
     answered = [x["answered"] for x in results]
     assert answered[:2] == answered[2:]
     for x in results:
-        assert x["answered"] > 0.3 * x["rate"] and x["refused"] == x["late"] == x["failed"] == 0
+        assert x["answered"] > 0.15 * x["rate"] and x["refused"] == x["late"] == x["failed"] == 0
         assert 0 < x["p50_ms"] <= x["p95_ms"] <= x["p99_ms"]
-        assert x["candidates_per_second"] == x["answered"] * x["candidates"]
+        assert x["candidates_per_second"] == x["answered"] * x["candidates"] / 0.5
         assert (0 < x["hit_rate"] < 1) == (x["way"] == "cache") == (
             x["stage_ms"]["cache"] > 0
         ) and x["memory_mb"] > 10

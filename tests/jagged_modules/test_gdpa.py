@@ -423,7 +423,7 @@ def batches():
 @slow_after(1, "use", ["plain", "grouped-heads", "qk-norm", "seeds", "weights", "mask", "targets"])
 def test_compiles_once(use):
     mask = jm.AttentionMask(causal=True) if use in ("mask", "targets") else None
-    layer = jm.JaggedGDPA(WIDTH, HEADS, mask=mask, config=USES.get(use))
+    layer = jm.JaggedGDPA(WIDTH, HEADS, mask=mask, config=USES.get(use)).double()
 
     def run(values, offsets, num_targets):
         return rows_of(
@@ -437,7 +437,8 @@ def test_compiles_once(use):
             functools.partial(call, offsets=offsets, num_targets=num_targets)
             for call in (run, graph)
         ]
-        torch.testing.assert_close(*(outputs_and_gradients(call, layer, values) for call in calls))
+        pairs = (outputs_and_gradients(call, layer, values.double()) for call in calls)
+        torch.testing.assert_close(*pairs)
         compilations.append(counter.frame_count)
     assert set(compilations) == {1}
 
