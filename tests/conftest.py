@@ -285,6 +285,9 @@ def pytest_collection_modifyitems(items):
     """Leaves out tests whose module says that their parameters never apply. Skips tests that need a
     GPU if there is none."""
     items[:] = [item for item in items if _applies(item)]
+    for item in items:
+        if " at 0x" in item.nodeid:  # xdist's processes would collect different tests
+            raise pytest.UsageError(f"a test's name must have no address, got {item.nodeid}")
     if torch.cuda.is_available():
         return
     for item in items:

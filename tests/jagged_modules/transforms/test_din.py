@@ -280,7 +280,11 @@ CASES = [
 
 
 @slow_after(1, "dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda x: " ".join(map(str, x.values())))
+@pytest.mark.parametrize(
+    "case",
+    CASES,
+    ids=lambda x: " ".join("a function" if callable(y) else str(y) for y in x.values()),
+)
 def test_results_and_gradients(case, dtype):
     torch.manual_seed(0)
     model = DIN(**case).to(dtype)
