@@ -85,7 +85,7 @@ def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -
     """params with the bias, its tables `[H or 1, entries]` in fp32; in fp64 with fp64 operands."""
     dtype = torch.promote_types(dtype, torch.float32)
     position, time = (
-        None if x is None else x.to(dtype).contiguous().view(-1, x.shape[-1])
+        None if x is None else _by_head(x.to(dtype).contiguous())
         for x in (bias.position, bias.time)
     )
     others = bias.timestamps, bias.boundaries, bias.query_timestamps, bias.query_shift
@@ -101,3 +101,8 @@ def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -
         query_timestamps=query_timestamps,
         query_shift=query_shift,
     )
+
+
+def _by_head(table: Tensor) -> Tensor:
+    """No view of a table that needs none: that takes time of the host."""
+    return table if table.dim() == 2 else table.unsqueeze(0)
