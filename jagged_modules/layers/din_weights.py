@@ -51,7 +51,7 @@ def read_mlp(mlp: nn.Module) -> DINWeights:
     ValueError as `JaggedDINAttention.from_torch`."""
     parts = [x for x in _parts(mlp) if not isinstance(x, DROPOUTS)]
     for x in parts:
-        if has_call_of_its_own(x) or isinstance(x, nn.Linear) and not is_of_class(x, nn.Linear):
+        if has_call_of_its_own(x) or (isinstance(x, nn.Linear) and not is_of_class(x, nn.Linear)):
             raise ValueError(
                 "mlp's linears must have the forward of an nn.Linear, and no part hooks or a"
                 f" forward of its own, got {x}"
