@@ -12,7 +12,7 @@ from ..containers.candidates import CandidateIndex
 from ..containers.conversions import wait_for
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..functional.target_levels import Level
-from ..scalars import check_equal, is_sequence
+from ..scalars import is_sequence
 from ..segments import RowSegments
 from ..validation import check_layer_tensor
 
@@ -95,8 +95,11 @@ def parse_targets(
                 " with candidates, got a Tensor without candidates"
             )
         rows = _checked(targets, projection, width, "[B, T, E_t]")
-        must = "be one per history segment"
-        check_equal("targets without candidates", must, num_segments, rows.shape[0])
+        if rows.shape[0] != num_segments:
+            raise ValueError(
+                "targets without candidates must be one per history segment,"
+                f" {num_segments}, got {rows.shape[0]}"
+            )
         keys = history.parsed(name)
         queries = RowSegments.equal(rows.shape[1], num_segments, keys.offsets)
         level = Level(queries, keys, shape=rows.shape[:2], history=history)
