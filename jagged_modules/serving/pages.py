@@ -238,7 +238,7 @@ def rows_on_host(ranges: Sequence[RowRange], page_rows: int) -> Tensor:
             parts.append(_rows_of(pages[page], page_rows)[within : within + end - begin])
             begin += page_rows - within
     if not parts:  # an empty buffer is an error
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.frombuffer(bytearray().join(parts), dtype=torch.int64)
 
 
