@@ -205,17 +205,6 @@ LOADS = "0.25 of the knee", "0.5 of the knee", "0.75 of the knee", "knee"
 BATCHES = [(users, new) for users, shares in ((1, (0, 1)), (32, (0, 0.2, 1))) for new in shares]
 
 
-def sentence_about_a_soak(minutes: list[dict]) -> str:
-    lost = sum(x["refused"] + x["late"] + x["failed"] for x in minutes)
-    length = "1 minute" if len(minutes) == 1 else f"{len(minutes)} minutes"
-    end = f" and {minutes[-1]['memory_mb']:,.0f} MB at the end" if len(minutes) > 1 else ""
-    return (
-        f"{length} at {minutes[0]['rate']:,.0f} requests/s: p99 at most"
-        f" {max(x['p99_ms'] for x in minutes):.1f} ms, {lost} requests not answered, memory of the"
-        f" process {minutes[0]['memory_mb']:,.0f} MB after the first minute{end}."
-    )
-
-
 def figures_of_the_server(record: dict) -> list[str]:
     """Rows of the tables of docs/serving.md, "-" where nothing was measured, and a sentence about a
     soak, if there was one."""
@@ -243,7 +232,14 @@ def figures_of_the_server(record: dict) -> list[str]:
         cells = ["-" if None in pair else " / ".join(f"{x:.2f}" for x in pair) for pair in pairs]
         rows.append(f"| {way} | {' | '.join(cells)} |")
     if soak := record.get("soak"):
-        rows.append(f"A soak of {sentence_about_a_soak(soak)}")
+        lost = sum(x["refused"] + x["late"] + x["failed"] for x in soak)
+        length = "1 minute" if len(soak) == 1 else f"{len(soak)} minutes"
+        end = f" and {soak[-1]['memory_mb']:,.0f} MB at the end" if len(soak) > 1 else ""
+        rows.append(
+            f"A soak of {length} at {soak[0]['rate']:,.0f} requests/s: p99 at most"
+            f" {max(x['p99_ms'] for x in soak):.1f} ms, {lost} requests not answered, memory of the"
+            f" process {soak[0]['memory_mb']:,.0f} MB after the first minute{end}."
+        )
     return rows
 
 
@@ -253,12 +249,6 @@ def test_figures_of_the_server():
     section = text.partition("**One H200**")[2].partition("\n**")[0]
     rows = re.findall(r"^(?:\| (?:next-item|ranking), |A soak of ).*$", section, re.MULTILINE)
     assert rows == figures_of_the_server(record)
-
-
-def test_a_soak_of_the_server_on_a_cpu():
-    minutes = read("examples/results/serving-soak.json")["results"]
-    text = " ".join((ROOT / "docs/serving.md").read_text(encoding="utf-8").split())
-    assert f"a soak of {sentence_about_a_soak(minutes)}" in text
 
 
 def test_costs_beside_recbole():
