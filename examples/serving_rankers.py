@@ -452,12 +452,11 @@ class RankingRanker(Ranker):
 
     def _users_to_encode(self, batch: Batch) -> Mapping[int, Any]:
         """The users whose histories are encoded."""
-        users: Mapping[int, Any] = batch.counts
-        fresh = users
+        fresh: Mapping[int, Any] = batch.counts
         if self.cache is not None:
-            fresh = dict.fromkeys(self.cache.missing(users)) | batch.new
+            fresh = dict.fromkeys(self.cache.missing(batch.counts)) | batch.new
         self.counts["encoded"] += len(fresh)
-        self.counts["reused"] += len(users) - len(fresh)
+        self.counts["reused"] += len(batch.counts) - len(fresh)
         return fresh
 
     def _ids(self, batch: Batch) -> dict[str, Any]:

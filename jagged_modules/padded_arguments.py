@@ -510,7 +510,7 @@ def _padding(leaf: Leaf, capacities: Capacities, typecode: str, count: int) -> a
     if leaf.kind == ORDER:
         return array(typecode, range(leaf.size, leaf.size + count))
     last = capacities.rows
-    step = _cdiv(last - leaf.rows, count)
+    step = _cdiv(last - leaf.rows, count)  # that of `_padding_step`, without its call
     numbers = range(leaf.rows + step, min(leaf.rows + step * count, last) + 1, step)
     return array(typecode, numbers) + array(typecode, [last]) * (count - len(numbers))
 
