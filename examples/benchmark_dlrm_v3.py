@@ -60,36 +60,43 @@ class Batch(NamedTuple):
     """Rows of each user: its own, those of its events, those of its candidates.
 
     Attributes:
-        ids, actions: `[L]`. A candidate's action is 0.
-        offsets: `[B + 1]` of the users' rows.
+        rows: `[L, 2]`, id and action; a candidate's action is 0.
         num_targets: `[B]`, candidates of each user.
         targets: `[N]`, the candidates among the rows.
         labels: `[N]`; none in batches that are not trained on.
     """
 
-    ids: torch.Tensor
-    actions: torch.Tensor
-    offsets: torch.Tensor
+    rows: jm.Jagged
     num_targets: torch.Tensor
     targets: torch.Tensor
     labels: torch.Tensor
+
+    @property
+    def candidates(self) -> jm.Jagged:
+        """`[N, 2]` of the candidates alone."""
+        offsets = functional.pad(self.num_targets.cumsum(0), (1, 0))
+        return jm.Jagged(self.rows.values[self.targets], offsets)
+
+    def to(self, device: torch.device | str) -> "Batch":
+        return Batch(*(x.to(device) for x in self))
 
 
 def joined(batches: list[Batch], device: torch.device) -> Batch:
     """The users of several batches of the host in one on the device, without labels. A GPU gets
     them in one copy from page-locked memory, which waits for nothing."""
-    starts = torch.tensor([0, *(len(x.ids) for x in batches)]).cumsum(0)
+    starts = torch.tensor([0, *(len(x.rows.values) for x in batches)]).cumsum(0)
     integers = [
-        (x.ids, x.actions, x.offsets[:-1] + start, x.num_targets, x.targets + start)
+        (x.rows.values.flatten(), x.rows.offsets[:-1] + start, x.num_targets, x.targets + start)
         for x, start in zip(batches, starts)
     ]
     fields = [list(each) for each in zip(*integers)]
-    fields[2].append(starts[-1:])
+    fields[1].append(starts[-1:])
     sizes = [sum(map(len, each)) for each in fields]
     packed = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
     torch.cat([x for each in fields for x in each], out=packed)
-    parts = packed.to(device, non_blocking=True).split(sizes)
-    return Batch(*parts, labels=torch.empty(0))
+    values, offsets, num_targets, targets = packed.to(device, non_blocking=True).split(sizes)
+    rows = jm.Jagged(values.view(-1, 2), offsets)
+    return Batch(rows, num_targets, targets, labels=torch.empty(0))
 
 
 def random_batch(events: torch.Tensor, candidates: int, options: argparse.Namespace) -> Batch:
@@ -99,12 +106,12 @@ def random_batch(events: torch.Tensor, candidates: int, options: argparse.Namesp
     ids = torch.randint(options.ids, (int(offsets[-1]),))
     actions = torch.randint(1, ACTIONS, ids.shape).index_fill_(0, targets, 0)
     num_targets, labels = torch.full_like(events, candidates), torch.randint(2, targets.shape)
-    batch = ids, actions, offsets, num_targets, targets, labels.float()
-    return Batch(*(x.to(options.device) for x in batch))
+    rows = jm.Jagged(torch.stack([ids, actions], dim=1), offsets)
+    return Batch(rows, num_targets, targets, labels.float()).to(options.device)
 
 
 class Ranker(nn.Module):
-    """Logits of candidates."""
+    """Logits of all rows, of which those of candidates count."""
 
     def __init__(self, options: argparse.Namespace):
         super().__init__()
@@ -117,23 +124,48 @@ class Ranker(nn.Module):
         self.hstu = jm.HSTUStack(width, options.heads, options.layers, config, device=device)
         self.head = nn.Linear(width, 1, device=device)
 
-    def rows(self, batch: Batch) -> torch.Tensor:
-        return self.ids(batch.ids) + self.actions(batch.actions)
+    def embedded(self, rows: jm.Jagged) -> jm.Jagged:
+        ids, actions = rows.values.unbind(1)
+        return rows.with_values(self.ids(ids) + self.actions(actions))
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        return self.score(self.hstu, batch)
+    def forward(
+        self,
+        rows: jm.Jagged,
+        num_targets: torch.Tensor | None = None,
+        cache: jm.HistoryCache | None = None,
+    ) -> torch.Tensor:
+        """The rows' logits `[L]`. With a cache, of the users' own rows and events, they are those
+        of candidates; else num_targets says how many of each user's rows are."""
+        x = self.embedded(rows)
+        x = self.hstu(x, num_targets) if cache is None else self.hstu.score(x, cache)
+        return self.head(x.values).squeeze(1)
 
-    def score(self, hstu: nn.Module, batch: Batch) -> torch.Tensor:
-        """With the model's HSTU, or one that replays it."""
-        x = hstu(jm.Jagged(self.rows(batch), batch.offsets), batch.num_targets)
-        return self.head(x.values[batch.targets]).squeeze(1)
+    def keys_and_values(self, history: jm.Jagged) -> jm.HistoryCache:
+        return self.hstu.cache(self.embedded(history))
 
-    def score_cached(self, hstu: Any, cache: jm.HistoryCache, batch: Batch) -> torch.Tensor:
-        """As `score`. cache: of the rows of the users and their events."""
-        ids, actions = batch.ids[batch.targets], batch.actions[batch.targets]
-        offsets = functional.pad(batch.num_targets.cumsum(0), (1, 0))
-        targets = jm.Jagged(self.rows(batch._replace(ids=ids, actions=actions)), offsets)
-        return self.head(hstu.score(targets, cache).values).squeeze(1)
+
+def score(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The candidates' logits `[N]` of a Ranker, or of one that is replayed from graphs."""
+    return model(batch.rows, batch.num_targets)[batch.targets]
+
+
+def score_cached(model: nn.Module, cache: jm.HistoryCache, batch: Batch) -> torch.Tensor:
+    """As `score`. cache: of the rows of the users and their events."""
+    return model(batch.candidates, cache=cache)
+
+
+def replayed(model: Ranker, options: argparse.Namespace) -> nn.Module:
+    """The model, replayed from CUDA graphs of sixteen numbers of requests of equal sizes."""
+    most, history = options.requests, 1 + options.history
+    counts = sorted({-(-most * i // 16) for i in range(1, 17)})
+    rows = {size * n for size in (options.candidates, history + options.candidates) for n in counts}
+    # one segment more is the padding's
+    return jm.graphed(
+        model,
+        capacities=[n + 1 for n in counts],
+        rows=dict(rows=sorted(rows), cache=[history * n for n in counts]),
+        max_graphs=2 * len(counts),
+    )
 
 
 def measure_training(options: argparse.Namespace) -> dict[str, Any]:
@@ -145,7 +177,7 @@ def measure_training(options: argparse.Namespace) -> dict[str, Any]:
 
     def step(batch: Batch) -> None:
         with torch.autocast(device.type, torch.bfloat16):
-            logits = model(batch)
+            logits = score(model, batch)
         functional.binary_cross_entropy_with_logits(logits.float(), batch.labels).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -158,7 +190,7 @@ def measure_training(options: argparse.Namespace) -> dict[str, Any]:
     ]
     seconds = time_steps({"step": step}, batches, device)["step"]
     return {
-        "rows": sum(len(x.ids) for x in batches) / len(batches),
+        "rows": sum(len(x.rows.values) for x in batches) / len(batches),
         "step_ms": 1e3 * seconds,
         "samples_per_second": users * candidates / seconds,
         "peak_mib": peak_memory(lambda: step(batches[0]), device) / 2**20,
@@ -172,15 +204,12 @@ def measure_inference(options: argparse.Namespace) -> dict[str, float]:
     events = torch.full((options.requests,), options.history)
     requests = [random_batch(events, options.candidates, options) for _ in range(options.batches)]
     history = random_batch(events, 0, options)
-    cache = model.hstu.cache(jm.Jagged(model.rows(history), history.offsets))
-    ways = {
-        "eager": partial(model.score, model.hstu),
-        "cached": partial(model.score_cached, model.hstu, cache),
-    }
+    cache = model.keys_and_values(history.rows)
+    ways = {"eager": partial(score, model), "cached": partial(score_cached, model, cache)}
     if options.device.type == "cuda":
-        replayed = jm.graphed(model.hstu)
-        ways["graphs"] = partial(model.score, replayed)
-        ways["cached, graphs"] = partial(model.score_cached, replayed, cache)
+        graphs = replayed(model, options)
+        ways["graphs"] = partial(score, graphs)
+        ways["cached, graphs"] = partial(score_cached, graphs, cache)
     return {name: 1e3 * x for name, x in time_steps(ways, requests, options.device).items()}
 
 
@@ -189,17 +218,17 @@ class Server:
     computes a batch, the host issues the next one.
 
     Args:
-        score: logits of the queries with these indices, on any device.
+        answer: logits of the queries with these indices, on any device.
         complete: is told the ids of the queries that are answered.
     """
 
     def __init__(
         self,
-        score: Callable[[list[int]], torch.Tensor],
+        answer: Callable[[list[int]], torch.Tensor],
         most: int,
         complete: Callable[[list[int]], None],
     ):
-        self.score, self.most, self.complete = score, most, complete
+        self.answer, self.most, self.complete = answer, most, complete
         self.waiting: SimpleQueue[Any] = SimpleQueue()
         self.failure: Exception | None = None
         self.thread = Thread(target=self._run, daemon=True)
@@ -242,7 +271,7 @@ class Server:
         """The queries' ids, and the event behind which a GPU has their logits on the host."""
         event = None
         try:
-            logits = self.score([x.index for x in queries])
+            logits = self.answer([x.index for x in queries])
             logits.to("cpu", non_blocking=True)
             if logits.device.type == "cuda":
                 event = torch.cuda.Event()
@@ -266,36 +295,33 @@ def measure_server(options: argparse.Namespace) -> dict[str, list[dict[str, str]
     model, device = Ranker(options).to(torch.bfloat16).eval(), options.device
     events = torch.full((1,), options.history)
     queries = [
-        Batch(*(x.cpu() for x in random_batch(events, options.candidates, options)))
-        for _ in range(options.samples)
+        random_batch(events, options.candidates, options).to("cpu") for _ in range(options.samples)
     ]
     history = random_batch(events.expand(options.samples), 0, options)
     row = 4 * options.width * options.layers  # bytes of keys and values
     pages = options.samples * (2 + options.history // 128)
     cache = jm.PagedHistoryCache(model.hstu, max_bytes=128 * row * pages, page_rows=128)
-    cache.put(list(range(options.samples)), jm.Jagged(model.rows(history), history.offsets))
+    cache.put(list(range(options.samples)), model.embedded(history.rows))
 
     def batch(indices: list[int]) -> Batch:
         return joined([queries[i] for i in indices], device)
 
     ways: dict[str, Callable[[list[int]], torch.Tensor]] = {
-        "eager": lambda indices: model(batch(indices)),
-        "cached": lambda indices: model.score_cached(
-            model.hstu, cache.select(indices), batch(indices)
-        ),
+        "eager": lambda indices: score(model, batch(indices)),
+        "cached": lambda indices: score_cached(model, cache.select(indices), batch(indices)),
     }
     if device.type == "cuda":
-        replayed = jm.graphed(model.hstu)
-        ways["cached, graphs"] = lambda indices: model.score_cached(
-            replayed, cache.select(indices), batch(indices)
+        graphs = replayed(model, options)
+        ways["graphs"] = lambda indices: score(graphs, batch(indices))
+        ways["cached, graphs"] = lambda indices: score_cached(
+            graphs, cache.select(indices), batch(indices)
         )
     results: dict[str, list[dict[str, str]]] = {name: [] for name in ways}
-    for name, score in ways.items():
-        most = min(options.requests, options.samples)
-        for size in {most, *(2**i for i in range(most.bit_length()))}:  # compiles, and captures
-            score(list(range(size)))
+    for name, answer in ways.items():
+        for size in range(1, min(options.requests, options.samples) + 1):  # compiles, and captures
+            answer(list(range(size)))
         for qps in options.qps:
-            server = Server(score, options.requests, mlperf_scenario.complete)
+            server = Server(answer, options.requests, mlperf_scenario.complete)
             folder = options.out.parent / f"loadgen-{name.replace(', ', '-')}-{qps:g}"
             results[name].append(mlperf_scenario.serve(server.issue, qps, options, folder))
             server.close()

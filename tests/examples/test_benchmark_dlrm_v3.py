@@ -19,16 +19,16 @@ def test_cached_histories_and_the_gradient_of_tables():
     options = bench.parse_arguments(["--device", "cpu"])
     model = bench.Ranker(options).double()
     batch = bench.random_batch(torch.tensor([3, 0, 5]), 4, options)
-    expected = model(batch)
+    expected = bench.score(model, batch)
     assert expected.shape == batch.labels.shape == (12,)
-    is_event = torch.ones(len(batch.ids), dtype=torch.bool).index_fill(0, batch.targets, False)
-    history = batch._replace(ids=batch.ids[is_event], actions=batch.actions[is_event])
-    rows = jm.Jagged(model.rows(history), torch.tensor([0, 4, 5, 11]))
-    cache = model.hstu.cache(rows)
-    torch.testing.assert_close(model.score_cached(model.hstu, cache, batch), expected)
-    assert not batch.actions[batch.targets].any() and batch.actions[is_event].all()
+    ids, actions = batch.rows.values.unbind(1)
+    is_event = torch.ones(len(ids), dtype=torch.bool).index_fill(0, batch.targets, False)
+    history = jm.Jagged(batch.rows.values[is_event], torch.tensor([0, 4, 5, 11]))
+    cache = model.keys_and_values(history)
+    torch.testing.assert_close(bench.score_cached(model, cache, batch), expected)
+    assert not actions[batch.targets].any() and actions[is_event].all()
     expected.sum().backward()
-    assert set(model.ids.weight.grad.coalesce().indices()[0].tolist()) == set(batch.ids.tolist())
+    assert set(model.ids.weight.grad.coalesce().indices()[0].tolist()) == set(ids.tolist())
 
 
 def test_joined_batches():
@@ -40,8 +40,32 @@ def test_joined_batches():
     ]
     whole = bench.joined(batches, options.device)
     assert not len(whole.labels)
-    torch.testing.assert_close(model(whole), torch.cat([model(x) for x in batches]))
-    assert whole.offsets.tolist() == [0, 8, 13, 23, 29, 36]
+    expected = torch.cat([bench.score(model, x) for x in batches])
+    torch.testing.assert_close(bench.score(model, whole), expected)
+    assert whole.rows.offsets.tolist() == [0, 8, 13, 23, 29, 36]
+
+
+def test_replayed_batches(padded):
+    """The largest batch is not padded: its rows, cached rows and candidates have capacities."""
+    torch.manual_seed(0)
+    options = bench.parse_arguments(["--device", "cpu"])
+    model = bench.Ranker(options).double().eval()
+    computed: list[int] = []
+    model.head.register_forward_hook(lambda head, inputs, output: computed.append(len(output)))
+    graphs = bench.replayed(model, options)
+    with torch.inference_mode():
+        for count in (1, 4, 3, 4):
+            events = torch.full((count,), options.history)
+            batch = bench.random_batch(events, options.candidates, options)
+            history = bench.random_batch(events, 0, options).rows
+            cache = model.keys_and_values(history)
+            torch.testing.assert_close(bench.score(graphs, batch), bench.score(model, batch))
+            assert computed[-2:] == 2 * [len(batch.rows.values)]
+            torch.testing.assert_close(
+                bench.score_cached(graphs, cache, batch), bench.score_cached(model, cache, batch)
+            )
+            assert computed[-2:] == 2 * [len(batch.targets)]
+    assert graphs.captures == 6  # of three numbers of requests
 
 
 def test_a_server_answers_each_query_once():
@@ -99,12 +123,12 @@ def test_joined_batches_and_a_server_on_a_gpu():
     options = bench.parse_arguments(["--device", "cpu"])
     batches = [bench.random_batch(torch.tensor([events]), 4, options) for events in (3, 0, 5)]
     whole, expected = (bench.joined(batches, torch.device(x)) for x in ("cuda", "cpu"))
-    for x, y in zip(whole, expected, strict=True):
+    for x, y in zip((*whole.rows, *whole[1:]), (*expected.rows, *expected[1:]), strict=True):
         assert torch.equal(x.cpu(), y)
     answered: list[int] = []
 
     def score(indices: list[int]) -> torch.Tensor:
-        return bench.joined([batches[i] for i in indices], torch.device("cuda")).ids
+        return bench.joined([batches[i] for i in indices], torch.device("cuda")).targets
 
     server = bench.Server(score, 2, answered.extend)
     server.issue([SimpleNamespace(index=i % 3, id=i) for i in range(8)])
