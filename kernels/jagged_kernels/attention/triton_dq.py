@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.loads import Rows, load_rows, store_rows, zigzag_waves
+from ..common.loads import load_rows, rows_of, store_rows, zigzag_waves
 from ..common.ptxas import safe_ptxas
 from .dropout import Dropout, is_kept
 from .mask import is_visible, masked_block, num_masked_blocks
@@ -57,12 +57,11 @@ def _dq_block(
     to the sums of the bias tables. Returns acc and buckets."""
     MASK: tl.constexpr = OPTIONS.mask
     BIAS: tl.constexpr = OPTIONS.bias
-    BLOCK_N: tl.constexpr = OPTIONS.block
     k, v = load_keys(keys, block, OPTIONS, MASKED)
     scores = block_scores(queries.q, k, block, bias, OPTIONS)
     dp = tl.dot(queries.do, tl.trans(v), input_precision=OPTIONS.precision)
     if queries.dropout is not None:
-        columns = tl.arange(0, BLOCK_N)[None, :]
+        columns = tl.arange(0, OPTIONS.block)[None, :]
         kept = is_kept(queries.dropout, visible.places, columns, column=block.column)
         dp = tl.where(kept, dp * queries.dropout.factor, 0.0)
     if ACTIVATION is None:
@@ -71,7 +70,7 @@ def _dq_block(
         _, dact = ACTIVATION(scores, scale)
         ds = dact * dp
     if MASKED:
-        columns = tl.arange(0, BLOCK_N)[None, :]
+        columns = tl.arange(0, OPTIONS.block)[None, :]
         if OPTIONS.mask is not None:
             ds = tl.where(
                 is_visible(block.column + columns, visible.rows, visible.bounds, MASK), ds, 0.0
@@ -100,18 +99,13 @@ def attention_bwd_dq_kernel(
     BLOCK_M: tl.constexpr = OPTIONS.tile
     BLOCK_N: tl.constexpr = OPTIONS.block
     BLOCK_D: tl.constexpr = OPTIONS.block_d
-    ALIGN: tl.constexpr = OPTIONS.align
     BUCKETS: tl.constexpr = OPTIONS.buckets
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
-    q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
-    keys = Keys(
-        Rows(x.k, k_desc, strides[2] * ALIGN, strides[3] * ALIGN),
-        Rows(x.v, v_desc, strides[4] * ALIGN, strides[5] * ALIGN),
-        None,
+    descriptors = None, k_desc, v_desc, None, None, None
+    q_rows, k_rows, v_rows, out_rows, do_rows, dq_rows = rows_of(
+        x, descriptors, strides, OPTIONS.align
     )
-    out_rows = Rows(x.out, None, strides[6] * ALIGN, strides[7] * ALIGN)
-    do_rows = Rows(x.do, None, strides[8] * ALIGN, strides[9] * ALIGN)
-    dq_rows = Rows(x.dq, None, strides[10] * ALIGN, strides[11] * ALIGN)
+    keys = Keys(k_rows, v_rows, None)
     score_scale = score_factor(call.scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
     next_tile = load_call_tile(call, 0, waves, num_segments)

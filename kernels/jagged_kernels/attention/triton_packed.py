@@ -19,7 +19,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.loads import Rows
+from ..common.loads import rows_of
 from ..common.ptxas import safe_ptxas
 from .dropout import dropout_of_head, is_kept, kept_factor
 from .mask import is_visible, visible_columns
@@ -215,17 +215,8 @@ def packed_attention_fwd_kernel(
     scores. x: Operands, of whose `[rows, heads, dim]` tensors `strides` has the strides of rows and
     heads in turn."""
     HEADS: tl.constexpr = OPTIONS.heads
-    GROUP: tl.constexpr = OPTIONS.group
-    HEAD_DIM: tl.constexpr = OPTIONS.head_dim
-    V_DIM: tl.constexpr = OPTIONS.v_dim
-    BLOCK_D: tl.constexpr = OPTIONS.block_d
-    BLOCK_DV: tl.constexpr = OPTIONS.block_dv
-    ALIGN: tl.constexpr = OPTIONS.align
     MASK: tl.constexpr = OPTIONS.mask
-    q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
-    k_rows = Rows(x.k, None, strides[2] * ALIGN, strides[3] * ALIGN)
-    v_rows = Rows(x.v, None, strides[4] * ALIGN, strides[5] * ALIGN)
-    out_rows = Rows(x.out, None, strides[6] * ALIGN, strides[7] * ALIGN)
+    q_rows, k_rows, v_rows, out_rows = rows_of(x, (), strides, OPTIONS.align)
     CROSS: tl.constexpr = batch.kv_offsets_ptr is not None
     SIDES: tl.constexpr = 2 if CROSS else 1
     scale = score_factor(scales.scale, ACTIVATION)
@@ -236,9 +227,9 @@ def packed_attention_fwd_kernel(
             keys = queries
             if CROSS:
                 keys = _load_side(batch.tiles_ptr, item // HEADS * SIDES + 1, segment)
-            q = _load(q_rows, queries, head, HEAD_DIM, BLOCK_D)
-            k = _load(k_rows, keys, head // GROUP, HEAD_DIM, BLOCK_D)
-            v = _load(v_rows, keys, head // GROUP, V_DIM, BLOCK_DV)
+            q = _load(q_rows, queries, head, OPTIONS.head_dim, OPTIONS.block_d)
+            k = _load(k_rows, keys, head // OPTIONS.group, OPTIONS.head_dim, OPTIONS.block_d)
+            v = _load(v_rows, keys, head // OPTIONS.group, OPTIONS.v_dim, OPTIONS.block_dv)
             scores = tl.dot(q, tl.trans(k), input_precision=OPTIONS.precision)
             visible = _visible(queries, keys, batch, CROSS, MASK)
             if ACTIVATION is None:
@@ -254,7 +245,7 @@ def packed_attention_fwd_kernel(
                 p = tl.where(_kept(queries, keys, batch, scales, head, CROSS), p, 0.0)
                 factor = factor * kept_factor(scales.threshold)
             out = tl.dot(p.to(v.dtype), v, input_precision=OPTIONS.precision) * factor
-            _store(out_rows, queries, head, out, V_DIM, BLOCK_DV)
+            _store(out_rows, queries, head, out, OPTIONS.v_dim, OPTIONS.block_dv)
             segment = _next_segment(queries, keys, segment, tl.sum(out), CROSS)
 
 
@@ -270,16 +261,11 @@ def packed_attention_bwd_kernel(
     V_DIM: tl.constexpr = OPTIONS.v_dim
     BLOCK_D: tl.constexpr = OPTIONS.block_d
     BLOCK_DV: tl.constexpr = OPTIONS.block_dv
-    ALIGN: tl.constexpr = OPTIONS.align
     PRECISION: tl.constexpr = OPTIONS.precision
     MASK: tl.constexpr = OPTIONS.mask
-    q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
-    k_rows = Rows(x.k, None, strides[2] * ALIGN, strides[3] * ALIGN)
-    v_rows = Rows(x.v, None, strides[4] * ALIGN, strides[5] * ALIGN)
-    do_rows = Rows(x.do, None, strides[6] * ALIGN, strides[7] * ALIGN)
-    dq_rows = Rows(x.dq, None, strides[8] * ALIGN, strides[9] * ALIGN)
-    dk_rows = Rows(x.dk, None, strides[10] * ALIGN, strides[11] * ALIGN)
-    dv_rows = Rows(x.dv, None, strides[12] * ALIGN, strides[13] * ALIGN)
+    q_rows, k_rows, v_rows, do_rows, dq_rows, dk_rows, dv_rows = rows_of(
+        x, (), strides, OPTIONS.align
+    )
     CROSS: tl.constexpr = batch.kv_offsets_ptr is not None
     SIDES: tl.constexpr = 2 if CROSS else 1
     score_scale = score_factor(scales.scale, ACTIVATION)

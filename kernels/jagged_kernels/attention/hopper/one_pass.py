@@ -83,7 +83,7 @@ from ...common.pipeline import (
 )
 from ...common.ptxas import safe_ptxas
 from ..scales import output_factor, score_factor
-from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
+from .args import UNSPECIALISED, Kernel, Outputs, Rings, schedule_of, with_activation
 from .dkdv import load_keys, zero_tails
 from .dq_writers import descending_blocks, publish_dq, write_dq
 from .scores import (
@@ -384,7 +384,6 @@ def _store_keys(kernel, tile, keys, sums, consumer: gl.constexpr, OPTIONS: gl.co
 @gluon.jit
 def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
     rings, exchange = kernel.rings, kernel.exchange
-    CONSUMERS: gl.constexpr = OPTIONS.consumers
     BLOCK: gl.constexpr = rings.q.buffers.shape[2]
     WIDTH: gl.constexpr = rings.q.buffers.shape[3]
     WIDE: gl.constexpr = WIDTH == 128
@@ -402,7 +401,7 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
         q = consumer_wait(rings.q, step)
         num_rows = tile.q_len - visited.last * BLOCK
         if num_rows < BLOCK:  # only the last block, which comes first
-            zero_tails(rings, step, num_rows, tail_phase, consumer, CONSUMERS)
+            zero_tails(rings, step, num_rows, tail_phase, consumer, OPTIONS.consumers)
             tail_phase += 1
         if WIDE:
             k = ring_rows(rings.k[consumer], wave % rings.k[0].buffers.shape[0])
@@ -460,10 +459,7 @@ def attention_bwd_hopper_kernel(
     """dk and dv of a tile of key rows, and its terms of dq."""
     OPTIONS: gl.constexpr = with_activation(CONSTANTS, ACTIVATION)
     CONSUMERS: gl.constexpr = OPTIONS.consumers
-    schedule = Schedule(
-        args.tiles_ptr, num_tiles_ptr, args.q_offsets_ptr, args.kv_offsets_ptr, None,
-        args.num_targets_ptr, do_desc.shape[1], args.next_tile_ptr,
-    )  # fmt: skip
+    schedule = schedule_of(args, num_tiles_ptr, None, do_desc.shape[1])
     BLOCK: gl.constexpr = OPTIONS.block
     WIDE: gl.constexpr = q_desc.block_type.shape[2] == 128
     DS_STAGES: gl.constexpr = 2 if WIDE else 3
