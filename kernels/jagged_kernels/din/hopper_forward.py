@@ -305,7 +305,7 @@ def din_fwd_hopper_kernel(
             thread_barrier()
             z = wait(_start_first(buffers, step, find_tile(seen, 0)[1]), 0)
             sums, step = walk_tiles(
-                _tile, z, sums, k_desc, buffers, last_bias, seen, next_seen, step,
+                _tile, step, seen, next_seen, sums, z, k_desc, buffers, last_bias,
                 ACTIVATION, OPTIONS,
             )  # fmt: skip
         acc = sums.acc

@@ -179,7 +179,7 @@ def wait_for_events(buffers, step, num_rows):
 
 @gluon.jit
 def walk_tiles(
-    compute: gl.constexpr, started, sums, k_desc, buffers, of_row, seen, next_seen, step,
+    compute: gl.constexpr, step, seen, next_seen, sums, started, k_desc, buffers, of_row,
     ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
     """The sums over the tiles that a row of q sees, of which there is one at least, and the next

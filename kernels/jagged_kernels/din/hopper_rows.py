@@ -254,7 +254,7 @@ def din_bwd_rows_hopper_kernel(
             thread_barrier()
             started = wait(_start_tile(buffers, row, step, find_tile(seen, 0)[1], OPTIONS), 0)
             sums, step = walk_tiles(
-                _tile, started, sums, k_desc, buffers, row, seen, next_seen, step,
+                _tile, step, seen, next_seen, sums, started, k_desc, buffers, row,
                 ACTIVATION, OPTIONS,
             )  # fmt: skip
         if not MLP:
