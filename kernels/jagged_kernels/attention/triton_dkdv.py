@@ -5,15 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.loads import (
-    Rows,
-    ScheduledTile,
-    load_rows,
-    load_segment,
-    rows_of,
-    store_rows,
-    zigzag_waves,
-)
+from ..common.loads import Rows, ScheduledTile, load_rows, load_segment, store_rows, zigzag_waves
 from ..common.ptxas import safe_ptxas
 from .bias import query_times
 from .dropout import Dropout, is_kept, kept_factor
@@ -192,12 +184,15 @@ def attention_bwd_dkdv_kernel(
     BLOCK_N: tl.constexpr = OPTIONS.tile
     BLOCK_D: tl.constexpr = OPTIONS.block_d
     BLOCK_DV: tl.constexpr = OPTIONS.block_dv
+    ALIGN: tl.constexpr = OPTIONS.align
     MASK: tl.constexpr = OPTIONS.mask
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
-    descriptors = q_desc, k_desc, None, do_desc, None, None
-    q_rows, k_rows, v_rows, do_rows, dk_rows, dv_rows = rows_of(
-        x, descriptors, strides, OPTIONS.align
-    )
+    q_rows = Rows(x.q, q_desc, strides[0] * ALIGN, strides[1] * ALIGN)
+    k_rows = Rows(x.k, k_desc, strides[2] * ALIGN, strides[3] * ALIGN)
+    v_rows = Rows(x.v, None, strides[4] * ALIGN, strides[5] * ALIGN)
+    do_rows = Rows(x.do, do_desc, strides[6] * ALIGN, strides[7] * ALIGN)
+    dk_rows = Rows(x.dk, None, strides[8] * ALIGN, strides[9] * ALIGN)
+    dv_rows = Rows(x.dv, None, strides[10] * ALIGN, strides[11] * ALIGN)
     score_scale = score_factor(call.scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
     next_tile = load_call_tile(call, 0, waves, num_segments)

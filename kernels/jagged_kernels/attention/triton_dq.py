@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.loads import load_rows, rows_of, store_rows, zigzag_waves
+from ..common.loads import Rows, load_rows, store_rows, zigzag_waves
 from ..common.ptxas import safe_ptxas
 from .dropout import Dropout, is_kept
 from .mask import is_visible, masked_block, num_masked_blocks
@@ -99,13 +99,18 @@ def attention_bwd_dq_kernel(
     BLOCK_M: tl.constexpr = OPTIONS.tile
     BLOCK_N: tl.constexpr = OPTIONS.block
     BLOCK_D: tl.constexpr = OPTIONS.block_d
+    ALIGN: tl.constexpr = OPTIONS.align
     BUCKETS: tl.constexpr = OPTIONS.buckets
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
-    descriptors = None, k_desc, v_desc, None, None, None
-    q_rows, k_rows, v_rows, out_rows, do_rows, dq_rows = rows_of(
-        x, descriptors, strides, OPTIONS.align
+    q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
+    keys = Keys(
+        Rows(x.k, k_desc, strides[2] * ALIGN, strides[3] * ALIGN),
+        Rows(x.v, v_desc, strides[4] * ALIGN, strides[5] * ALIGN),
+        None,
     )
-    keys = Keys(k_rows, v_rows, None)
+    out_rows = Rows(x.out, None, strides[6] * ALIGN, strides[7] * ALIGN)
+    do_rows = Rows(x.do, None, strides[8] * ALIGN, strides[9] * ALIGN)
+    dq_rows = Rows(x.dq, None, strides[10] * ALIGN, strides[11] * ALIGN)
     score_scale = score_factor(call.scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
     next_tile = load_call_tile(call, 0, waves, num_segments)

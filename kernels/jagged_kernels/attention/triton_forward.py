@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.loads import key_row, load_page, load_rows, rows_of, store_rows, zigzag_waves
+from ..common.loads import Rows, key_row, load_page, load_rows, store_rows, zigzag_waves
 from ..common.ptxas import safe_ptxas
 from .dropout import is_kept
 from .mask import is_visible, masked_block, num_masked_blocks
@@ -103,14 +103,19 @@ def attention_fwd_kernel(
     BLOCK_M: tl.constexpr = OPTIONS.tile
     BLOCK_N: tl.constexpr = OPTIONS.block
     BLOCK_DV: tl.constexpr = OPTIONS.block_dv
+    ALIGN: tl.constexpr = OPTIONS.align
     PAGE_ROWS: tl.constexpr = OPTIONS.page_rows
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
-    descriptors = None, k_desc, v_desc, None
-    q_rows, k_rows, v_rows, out_rows = rows_of(x, descriptors, strides, OPTIONS.align)
+    q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
     key_scales = None
     if x.key_scales is not None:
         key_scales = x.key_scales, x.scales_row_stride, x.scales_head_stride
-    keys = Keys(k_rows, v_rows, key_scales)
+    keys = Keys(
+        Rows(x.k, k_desc, strides[2] * ALIGN, strides[3] * ALIGN),
+        Rows(x.v, v_desc, strides[4] * ALIGN, strides[5] * ALIGN),
+        key_scales,
+    )
+    out_rows = Rows(x.out, None, strides[6] * ALIGN, strides[7] * ALIGN)
     scale = score_factor(call.scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
     next_tile = load_call_tile(call, 0, waves, num_segments)

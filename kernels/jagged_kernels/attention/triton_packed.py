@@ -19,7 +19,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.loads import rows_of
+from ..common.loads import Rows
 from ..common.ptxas import safe_ptxas
 from .dropout import dropout_of_head, is_kept, kept_factor
 from .mask import is_visible, visible_columns
@@ -215,8 +215,12 @@ def packed_attention_fwd_kernel(
     scores. x: Operands, of whose `[rows, heads, dim]` tensors `strides` has the strides of rows and
     heads in turn."""
     HEADS: tl.constexpr = OPTIONS.heads
+    ALIGN: tl.constexpr = OPTIONS.align
     MASK: tl.constexpr = OPTIONS.mask
-    q_rows, k_rows, v_rows, out_rows = rows_of(x, (), strides, OPTIONS.align)
+    q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
+    k_rows = Rows(x.k, None, strides[2] * ALIGN, strides[3] * ALIGN)
+    v_rows = Rows(x.v, None, strides[4] * ALIGN, strides[5] * ALIGN)
+    out_rows = Rows(x.out, None, strides[6] * ALIGN, strides[7] * ALIGN)
     CROSS: tl.constexpr = batch.kv_offsets_ptr is not None
     SIDES: tl.constexpr = 2 if CROSS else 1
     scale = score_factor(scales.scale, ACTIVATION)
@@ -261,11 +265,16 @@ def packed_attention_bwd_kernel(
     V_DIM: tl.constexpr = OPTIONS.v_dim
     BLOCK_D: tl.constexpr = OPTIONS.block_d
     BLOCK_DV: tl.constexpr = OPTIONS.block_dv
+    ALIGN: tl.constexpr = OPTIONS.align
     PRECISION: tl.constexpr = OPTIONS.precision
     MASK: tl.constexpr = OPTIONS.mask
-    q_rows, k_rows, v_rows, do_rows, dq_rows, dk_rows, dv_rows = rows_of(
-        x, (), strides, OPTIONS.align
-    )
+    q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
+    k_rows = Rows(x.k, None, strides[2] * ALIGN, strides[3] * ALIGN)
+    v_rows = Rows(x.v, None, strides[4] * ALIGN, strides[5] * ALIGN)
+    do_rows = Rows(x.do, None, strides[6] * ALIGN, strides[7] * ALIGN)
+    dq_rows = Rows(x.dq, None, strides[8] * ALIGN, strides[9] * ALIGN)
+    dk_rows = Rows(x.dk, None, strides[10] * ALIGN, strides[11] * ALIGN)
+    dv_rows = Rows(x.dv, None, strides[12] * ALIGN, strides[13] * ALIGN)
     CROSS: tl.constexpr = batch.kv_offsets_ptr is not None
     SIDES: tl.constexpr = 2 if CROSS else 1
     score_scale = score_factor(scales.scale, ACTIVATION)

@@ -21,15 +21,7 @@ import triton.language as tl
 
 from ..attention.dropout import dropout_of_head, is_kept
 from ..common.activations import LOG2_E
-from ..common.loads import (
-    find_segment,
-    load_pairs,
-    load_rows,
-    log2,
-    rows_of,
-    store_pairs,
-    store_rows,
-)
+from ..common.loads import Rows, find_segment, load_pairs, load_rows, log2, store_pairs, store_rows
 from ..common.ptxas import safe_ptxas
 
 
@@ -293,11 +285,16 @@ def block_attention_fwd_kernel(
     (see `aligned_strides`). tables: cos, sin and positions. num_tiles: number of tile indices.
     dropout: DropoutArguments, or None.
     """
+    ALIGN: tl.constexpr = OPTIONS.align
     BLOCK_M: tl.constexpr = OPTIONS.block_m
     ROTATE: tl.constexpr = OPTIONS.rotate
     ROTATE_V: tl.constexpr = OPTIONS.rotate_v
+    PRECISION: tl.constexpr = OPTIONS.precision
     HEADS: tl.constexpr = OPTIONS.heads
-    q_rows, k_rows, v_rows, out_rows = rows_of(x, (), strides, OPTIONS.align)
+    q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
+    k_rows = Rows(x.k, None, strides[2] * ALIGN, strides[3] * ALIGN)
+    v_rows = Rows(x.v, None, strides[4] * ALIGN, strides[5] * ALIGN)
+    out_rows = Rows(x.out, None, strides[6] * ALIGN, strides[7] * ALIGN)
     rotary = Rotary(tables[0], tables[1], tables[2], num_positions)
     first, last = _program_range(num_tiles * HEADS)
     segment = find_segment(first // HEADS, offsets_ptr, num_segments, log2(BLOCK_M), True)
@@ -312,12 +309,12 @@ def block_attention_fwd_kernel(
         q = _load(q_rows, tile, head, angles, ROTATE, OPTIONS)
         k = _load(k_rows, tile, head // OPTIONS.group, angles, ROTATE, OPTIONS)
         v = _load(v_rows, tile, head // OPTIONS.group, angles, ROTATE_V, OPTIONS)
-        scores = _mma_abt(q, k, ROTATE, OPTIONS.precision)
+        scores = _mma_abt(q, k, ROTATE, PRECISION)
         p = _softmax(scores, tile.num_rows, scale * LOG2_E, BLOCK_M, OPTIONS.block_size)
         if dropout is not None:
             p = _drop(p, dropout, tile, head, OPTIONS)
         zeros = _zeros(ROTATE_V, BLOCK_M, OPTIONS.block_d)
-        out = _mma_ab(p.to(v.even.dtype), v, zeros, ROTATE_V, OPTIONS.precision)
+        out = _mma_ab(p.to(v.even.dtype), v, zeros, ROTATE_V, PRECISION)
         _store(out_rows, tile, head, out, ROTATE_V, OPTIONS)
 
 
@@ -332,14 +329,19 @@ def block_attention_bwd_kernel(
 
     x: Backward. Others: as in the forward.
     """
+    ALIGN: tl.constexpr = OPTIONS.align
     BLOCK_M: tl.constexpr = OPTIONS.block_m
     BLOCK_D: tl.constexpr = OPTIONS.block_d
     ROTATE: tl.constexpr = OPTIONS.rotate
     ROTATE_V: tl.constexpr = OPTIONS.rotate_v
     PRECISION: tl.constexpr = OPTIONS.precision
-    do_rows, q_rows, k_rows, v_rows, dq_rows, dk_rows, dv_rows = rows_of(
-        x, (), strides, OPTIONS.align
-    )
+    do_rows = Rows(x.do, None, strides[0] * ALIGN, strides[1] * ALIGN)
+    q_rows = Rows(x.q, None, strides[2] * ALIGN, strides[3] * ALIGN)
+    k_rows = Rows(x.k, None, strides[4] * ALIGN, strides[5] * ALIGN)
+    v_rows = Rows(x.v, None, strides[6] * ALIGN, strides[7] * ALIGN)
+    dq_rows = Rows(x.dq, None, strides[8] * ALIGN, strides[9] * ALIGN)
+    dk_rows = Rows(x.dk, None, strides[10] * ALIGN, strides[11] * ALIGN)
+    dv_rows = Rows(x.dv, None, strides[12] * ALIGN, strides[13] * ALIGN)
     rotary = Rotary(tables[0], tables[1], tables[2], num_positions)
     KEY_HEADS: tl.constexpr = OPTIONS.heads // OPTIONS.group
     first, last = _program_range(num_tiles * KEY_HEADS)

@@ -44,20 +44,6 @@ class Matrices(NamedTuple):
 
 
 @triton.jit
-def rows_of(pointers, descriptors, strides, ALIGN: tl.constexpr):
-    """Rows of the first of these pointers, as many as there are strides: of rows and heads in turn,
-    in units of ALIGN elements. descriptors: for each, or () for none."""
-    found = ()
-    for i in tl.static_range(len(strides) // 2):
-        desc = None
-        if len(descriptors) > 0:
-            desc = descriptors[i]
-        row, head = strides[2 * i] * ALIGN, strides[2 * i + 1] * ALIGN
-        found = found + (Rows(pointers[i], desc, row, head),)
-    return found
-
-
-@triton.jit
 def zigzag_waves(num_tiles, worker, num_workers):
     """How many tiles `worker` gets of `num_tiles`: one in every full wave, and one in the last wave
     if it reaches the worker."""

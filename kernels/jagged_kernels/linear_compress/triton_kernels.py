@@ -134,11 +134,12 @@ def _wait_for_addends(addends, tile, OPTIONS: tl.constexpr):
 @triton.jit
 def _gemm_tile(w, e, addends, out_ptr, tile, BLOCK_M: tl.constexpr, OPTIONS: tl.constexpr):
     K: tl.constexpr = OPTIONS.k
+    BLOCK_N: tl.constexpr = OPTIONS.block_n
     BLOCK_K: tl.constexpr = OPTIONS.block_k
-    acc = tl.zeros([BLOCK_M, OPTIONS.block_n], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
         w_block = load_block(w, 0, tile.row, k, OPTIONS.m, K, BLOCK_M, BLOCK_K)
-        e_block = load_block(e, tile.batch, k, tile.column, K, OPTIONS.n, BLOCK_K, OPTIONS.block_n)
+        e_block = load_block(e, tile.batch, k, tile.column, K, OPTIONS.n, BLOCK_K, BLOCK_N)
         acc = tl.dot(w_block, e_block, acc, input_precision=OPTIONS.precision)
     _wait_for_addends(addends, tile, OPTIONS)
     _store_epilogue(acc, addends, out_ptr, tile, OPTIONS.m, OPTIONS.n, 128)

@@ -140,7 +140,8 @@ def _of_columns(ptr, tile, first, DIM: tl.constexpr):
 def _statistics(x, tile, OPTIONS: tl.constexpr):
     """Mean and reciprocal standard deviation of each row. rms: no mean, and the reciprocal root
     mean square."""
-    mean = tl.zeros([OPTIONS.rows], tl.float32)
+    ROWS: tl.constexpr = OPTIONS.rows
+    mean = tl.zeros([ROWS], tl.float32)
     if not OPTIONS.rms:
         mean = tl.sum(x, 1) / OPTIONS.dim
     centred = tl.where(tile.mask, x - mean[:, None], 0.0)
@@ -332,10 +333,11 @@ def gate_bwd_kernel(
     DIM: tl.constexpr = OPTIONS.dim
     ALIGN: tl.constexpr = OPTIONS.align
     ROWS: tl.constexpr = OPTIONS.rows
+    BLOCK: tl.constexpr = OPTIONS.block
     first, width = tl.program_id(1) * DIM, tl.num_programs(1) * DIM
     num_tiles = tl.cdiv(num_rows, ROWS)
-    dweight = tl.zeros([ROWS, OPTIONS.block], tl.float32)
-    dbias = tl.zeros([ROWS, OPTIONS.block], tl.float32)
+    dweight = tl.zeros([ROWS, BLOCK], tl.float32)
+    dbias = tl.zeros([ROWS, BLOCK], tl.float32)
     for index in range(first_tile + tl.program_id(0), num_tiles, tl.num_programs(0)):
         tile = _tile(index, num_rows, OPTIONS)
         u = _load(tensors.u, strides[0] * ALIGN, tile, first)

@@ -81,15 +81,6 @@ class Schedule(NamedTuple):
     next_tile_ptr: gl.tensor
 
 
-@gluon.jit
-def schedule_of(args, num_tiles_ptr, num_segments, num_rows):
-    """The Schedule of a kernel's Arguments."""
-    return Schedule(
-        args.tiles_ptr, num_tiles_ptr, args.q_offsets_ptr, args.kv_offsets_ptr, num_segments,
-        args.num_targets_ptr, num_rows, args.next_tile_ptr,
-    )  # fmt: skip
-
-
 class Options(NamedTuple):
     """Constants of a launch. group: query heads per key head. dq_stride, dk_stride, dv_stride: of
     the rows of the gradients, which may be parts of one tensor. has_sums: dS is summed for the bias

@@ -67,7 +67,7 @@ from ...common.ptxas import safe_ptxas
 from ..dropout import dropout_of_head
 from ..mask import first_target_column, num_masked_blocks
 from ..scales import output_factor, score_factor
-from .args import UNSPECIALISED, Kernel, Outputs, Rings, schedule_of, with_activation
+from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
 from .bias import (
     bias_block,
     bias_of_keys,
@@ -404,7 +404,10 @@ def attention_bwd_dkdv_hopper_kernel(
     heads of a key head."""
     OPTIONS: gl.constexpr = with_activation(CONSTANTS, ACTIVATION)
     CONSUMERS: gl.constexpr = OPTIONS.consumers
-    schedule = schedule_of(args, num_tiles_ptr, num_segments, do_desc.shape[1])
+    schedule = Schedule(
+        args.tiles_ptr, num_tiles_ptr, args.q_offsets_ptr, args.kv_offsets_ptr, num_segments,
+        args.num_targets_ptr, do_desc.shape[1], args.next_tile_ptr,
+    )  # fmt: skip
     q = make_ring(q_desc, OPTIONS.stages, CONSUMERS)
     do = make_ring(do_desc, OPTIONS.stages, CONSUMERS)
     k = make_rings(k_desc, OPTIONS.row_stages, CONSUMERS)

@@ -73,7 +73,7 @@ from ...common.pipeline import (
 from ...common.ptxas import safe_ptxas
 from ..mask import num_masked_blocks
 from ..scales import output_factor, score_factor
-from .args import UNSPECIALISED, Kernel, Outputs, Rings, schedule_of, with_activation
+from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
 from .bias import (
     bias_block,
     bias_of_queries,
@@ -329,7 +329,10 @@ def attention_bwd_dq_hopper_kernel(
     kernel reads."""
     OPTIONS: gl.constexpr = with_activation(CONSTANTS, ACTIVATION)
     CONSUMERS: gl.constexpr = OPTIONS.consumers
-    schedule = schedule_of(args, num_tiles_ptr, num_segments, do_desc.shape[1])
+    schedule = Schedule(
+        args.tiles_ptr, num_tiles_ptr, args.q_offsets_ptr, args.kv_offsets_ptr, num_segments,
+        args.num_targets_ptr, do_desc.shape[1], args.next_tile_ptr,
+    )  # fmt: skip
     q = make_rings(q_desc, OPTIONS.row_stages, CONSUMERS)
     do = make_rings(do_desc, OPTIONS.row_stages, CONSUMERS)
     k = make_ring(k_desc, OPTIONS.stages, CONSUMERS)

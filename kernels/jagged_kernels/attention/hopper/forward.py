@@ -85,7 +85,7 @@ from ...common.ptxas import safe_ptxas
 from ..dropout import Dropout
 from ..mask import Blocks, num_masked_blocks
 from ..scales import output_factor, score_factor
-from .args import UNSPECIALISED, Kernel, Outputs, Rings, schedule_of, with_activation
+from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
 from .bias import (
     bias_block,
     bias_of_queries,
@@ -532,7 +532,10 @@ def attention_fwd_hopper_kernel(
     """O of a tile of query rows; with softmax also the log-sum-exp of its scores."""
     OPTIONS: gl.constexpr = with_activation(CONSTANTS, ACTIVATION)
     CONSUMERS: gl.constexpr = OPTIONS.consumers
-    schedule = schedule_of(args, num_tiles_ptr, num_segments, out_desc.shape[1])
+    schedule = Schedule(
+        args.tiles_ptr, num_tiles_ptr, args.q_offsets_ptr, args.kv_offsets_ptr, num_segments,
+        args.num_targets_ptr, out_desc.shape[1], args.next_tile_ptr,
+    )  # fmt: skip
     k = make_ring(k_desc, OPTIONS.stages, CONSUMERS)
     v = make_ring(v_desc, OPTIONS.stages, CONSUMERS)
     q = make_rings(q_desc, OPTIONS.row_stages, CONSUMERS)

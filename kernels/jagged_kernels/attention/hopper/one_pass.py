@@ -83,7 +83,7 @@ from ...common.pipeline import (
 )
 from ...common.ptxas import safe_ptxas
 from ..scales import output_factor, score_factor
-from .args import UNSPECIALISED, Kernel, Outputs, Rings, schedule_of, with_activation
+from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
 from .dkdv import load_keys, zero_tails
 from .dq_writers import descending_blocks, publish_dq, write_dq
 from .scores import (
@@ -459,7 +459,10 @@ def attention_bwd_hopper_kernel(
     """dk and dv of a tile of key rows, and its terms of dq."""
     OPTIONS: gl.constexpr = with_activation(CONSTANTS, ACTIVATION)
     CONSUMERS: gl.constexpr = OPTIONS.consumers
-    schedule = schedule_of(args, num_tiles_ptr, None, do_desc.shape[1])
+    schedule = Schedule(
+        args.tiles_ptr, num_tiles_ptr, args.q_offsets_ptr, args.kv_offsets_ptr, None,
+        args.num_targets_ptr, do_desc.shape[1], args.next_tile_ptr,
+    )  # fmt: skip
     BLOCK: gl.constexpr = OPTIONS.block
     WIDE: gl.constexpr = q_desc.block_type.shape[2] == 128
     DS_STAGES: gl.constexpr = 2 if WIDE else 3

@@ -61,7 +61,7 @@ from ...common.pipeline import (
 from ...common.ptxas import safe_ptxas
 from ..dropout import dropout_of_head
 from ..scales import output_factor, score_factor
-from .args import UNSPECIALISED, Kernel, Outputs, Rings, schedule_of, with_activation
+from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
 from .dkdv import Keys, produce, visited_blocks, visited_rows, zero_tails
 from .scores import (
     QueryBlock,
@@ -203,7 +203,10 @@ def attention_bwd_wide_dkdv_hopper_kernel(
     """dk, dv of a tile of key rows. It loops over the query blocks of all query groups and of all
     heads of a key head."""
     OPTIONS: gl.constexpr = with_activation(CONSTANTS, ACTIVATION)
-    schedule = schedule_of(args, num_tiles_ptr, num_segments, do_desc.shape[1])
+    schedule = Schedule(
+        args.tiles_ptr, num_tiles_ptr, args.q_offsets_ptr, args.kv_offsets_ptr, num_segments,
+        args.num_targets_ptr, do_desc.shape[1], args.next_tile_ptr,
+    )  # fmt: skip
     q, do = make_ring(q_desc, OPTIONS.stages, 1), make_ring(do_desc, OPTIONS.stages, 1)
     k = make_rings(k_desc, OPTIONS.row_stages, 1)
     v = make_rings(v_desc, OPTIONS.row_stages, 1)
