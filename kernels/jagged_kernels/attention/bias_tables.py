@@ -12,14 +12,13 @@ from ..common.configs import padded_dim
 from ..common.device import cdiv
 from .bias import LEADING, PAD, TIME_BLOCK, TIME_RECORD, Bias, TableSums
 from .bias_kernels import PADDED, SUMMED, bias_tables_kernel, sum_tables_kernel
-from .params import AttentionParams, empty_table_gradients
-from .segments import TiledSegments
+from .params import AttentionParams, Segments, empty_table_gradients
 
 _PAD = PAD.value
 
 
 def kernel_bias(
-    params: AttentionParams, segments: TiledSegments | None = None, q_rows: int = 0
+    params: AttentionParams, segments: Segments | None = None, q_rows: int = 0
 ) -> Bias | None:
     """The bias of a call as a kernel argument. One launch makes its tables. segments, q_rows: for
     Hopper's kernels, which read entries and extremes too, unless buckets are stored."""

@@ -56,12 +56,12 @@ from .params import (
     Gradients,
     Operands,
     PackedGradients,
+    Segments,
     SegmentTensors,
     empty_table_gradients,
     pack,
     unpack,
 )
-from .segments import TiledSegments
 from .select import Selection, select
 from .split_queries import SplitQueries
 from .stored_buckets import with_stored_buckets
@@ -125,7 +125,7 @@ def triton_attention_backward(do: Tensor, results: list[Tensor | None], *argumen
     lse. Returns dq, dk, dv and the gradients of position_bias and time_bias, in the shapes and
     dtypes of what they are gradients of; `[0]` for a table that gets none."""
     unpacked = call, tiles, key_tiles = unpack(*arguments)
-    q, k, v, (q_offsets, kv_offsets, q_shared, kv_shared, has_tail, _), params, _ = call
+    q, k, v, (q_offsets, kv_offsets, q_shared, kv_shared, has_tail, *_), params, _ = call
     if not _has_rows(call):
         empty = (x.new_zeros(x.shape) for x in (q, k, v))
         return *empty, *(x.zero_() for x in empty_table_gradients(params, q))
@@ -195,7 +195,7 @@ def _write_gradients(
     """Launch the backward's kernels: write dq, dk and dv, whose last dim is contiguous, or partial
     sums of them. Returns the gradients of the bias tables."""
     call, queries_listed, keys_listed = unpacked
-    q, k, v, (q_offsets, _, _, kv_shared, has_tail, _), params, _ = call
+    q, k, v, (q_offsets, _, _, kv_shared, has_tail, *_), params, _ = call
     selection = _select(call, queries_listed.block, keys_listed.block)
     if selection.query_chunks > 1 and not kv_shared:
         split = SplitQueries.of(call, selection.query_chunks)
@@ -229,9 +229,9 @@ def _has_rows(call: AttentionCall) -> bool:
     return bool(call.q.shape[0] and call.k.shape[0] and call.segments.num_segments)
 
 
-def _with_tiles(call: AttentionCall, tiles: TileList) -> TiledSegments:
-    q_offsets, kv_offsets, q_shared, _, _, pages = call.segments
-    return TiledSegments(q_offsets, kv_offsets, tiles, pages=pages, q_shared=q_shared)
+def _with_tiles(call: AttentionCall, tiles: TileList) -> Segments:
+    q_offsets, kv_offsets, q_shared, kv_shared, has_tail, pages, *_ = call.segments
+    return Segments(q_offsets, kv_offsets, q_shared, kv_shared, has_tail, pages, tiles)
 
 
 def _empty_outputs(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -244,7 +244,7 @@ def _empty_outputs(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def _select(call: AttentionCall, tile_rows: int | None, key_tile_rows: int | None) -> Selection:
     """tile_rows, key_tile_rows: of the schedule's tiles."""
     q, k, v, segments, params, _ = call
-    q_offsets, kv_offsets, q_shared, kv_shared, _, pages = segments
+    q_offsets, kv_offsets, q_shared, kv_shared, _, pages, *_ = segments
     # Hopper's kernels take 16 bits alone
     in_16_bits = q.element_size() == 2 and not segments.in_8_bits
     judges_alignment = params.implementation != "triton" and in_16_bits
@@ -286,12 +286,10 @@ def _misaligned(q: Tensor, k: Tensor, v: Tensor, single_rows: bool) -> tuple[str
     )
 
 
-def _query_chunks(num_queries: int | Tensor, k: Tensor, chunks: int) -> TiledSegments:
+def _query_chunks(num_queries: int | Tensor, k: Tensor, chunks: int) -> Segments:
     """The query rows split into `chunks` segments, each of which sees all keys."""
     boundaries = torch.arange(chunks + 1, device=k.device)
-    return TiledSegments(
-        boundaries * num_queries // chunks, boundaries * k.shape[0], TileList(None, None, None)
-    )
+    return Segments(boundaries * num_queries // chunks, boundaries * k.shape[0])
 
 
 # -- autograd --------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from ..common.activations import activation_factors, activation_function
 from ..common.configs import LaunchConfig, padded_dim
 from ..common.device import device_properties, precision, row_and_head_strides
 from .packed_tiles import PackedTiles, pack_short_segments
-from .params import AttentionParams, Gradients, Operands
-from .segments import TiledSegments
+from .params import AttentionParams, Gradients, Operands, Segments
 from .triton_packed import (
     Backward,
     Batch,
@@ -22,7 +21,7 @@ from .triton_packed import (
 
 
 def forward(
-    operands: Operands, segments: TiledSegments, params: AttentionParams, config: LaunchConfig
+    operands: Operands, segments: Segments, params: AttentionParams, config: LaunchConfig
 ) -> None:
     """Write `out`, and with softmax `lse`, of the short segments."""
     q, k, v, out, lse = operands
@@ -37,7 +36,7 @@ def forward(
 def backward(
     operands: Operands,
     grads: Gradients,
-    segments: TiledSegments,
+    segments: Segments,
     params: AttentionParams,
     config: LaunchConfig,
 ) -> None:

@@ -14,8 +14,7 @@ from ..common.device import cdiv
 from ..common.loads import segment_lengths
 from ..common.ptxas import safe_ptxas
 from ..schedule.cost import SHORT
-from .params import are_same
-from .segments import TiledSegments
+from .params import Segments, are_same
 
 ROWS = tl.constexpr(SHORT)  # of a packed tile
 CHUNK = 32  # segments that one program packs: few enough that it is done in microseconds
@@ -122,7 +121,7 @@ def _pack_kernel(
         )  # fmt: skip
 
 
-def pack_short_segments(segments: TiledSegments, q_rows: int, kv_rows: int) -> PackedTiles:
+def pack_short_segments(segments: Segments, q_rows: int, kv_rows: int) -> PackedTiles:
     """Launch _pack_kernel.
 
     Args:

@@ -37,7 +37,7 @@ def are_same(q_offsets: Tensor, kv_offsets: Tensor) -> bool:
 
 
 class Segments(NamedTuple):
-    """The segments of an attention.
+    """The segments of an attention, for a kernel with the tiles of one of the two sides.
 
     Attributes:
         q_offsets, kv_offsets: offsets of the rows of queries and of keys, in their normal form.
@@ -49,6 +49,8 @@ class Segments(NamedTuple):
             one segment.
         has_tail: whether there may be rows behind the last segment.
         pages: where the keys lie, if they are in pages; there is then one query group.
+        tiles: of queries or of keys, within an operator.
+        long_only: kernels leave out the tiles of short segments.
     """
 
     q_offsets: Tensor
@@ -57,6 +59,8 @@ class Segments(NamedTuple):
     kv_shared: bool = False
     has_tail: bool = False
     pages: Pages | None = None
+    tiles: TileList = NOT_LISTED
+    long_only: bool = False
 
     @property
     def num_segments(self) -> int:
@@ -65,8 +69,13 @@ class Segments(NamedTuple):
 
     @property
     def query_groups(self) -> int:
-        num_keys = self.kv_offsets.shape[0] - 1
-        return num_query_groups("q_offsets", self.num_segments, "kv_offsets", num_keys)
+        queries, keys = self.q_offsets.shape[0] - 1, self.kv_offsets.shape[0] - 1
+        return 1 if queries == keys else num_query_groups("q_offsets", queries, "kv_offsets", keys)
+
+    @property
+    def segments_per_group(self) -> int | None:
+        """What kernels call `num_segments`: None with one query group."""
+        return None if self.query_groups == 1 else self.kv_offsets.shape[0] - 1
 
     @property
     def in_8_bits(self) -> bool:
@@ -275,7 +284,7 @@ def pack(
     call: AttentionCall, queries: TileList = NOT_LISTED, keys: TileList = NOT_LISTED
 ) -> Arguments:
     """The arguments of an operator. queries, keys: the schedule's tiles."""
-    q, k, v, (q_offsets, kv_offsets, q_shared, kv_shared, has_tail, pages), p, _ = call
+    q, k, v, (q_offsets, kv_offsets, q_shared, kv_shared, has_tail, pages, *_), p, _ = call
     table, page_rows, num_keys, scales = None, -1, -1, None
     if pages is not None:
         table, page_rows, num_keys = pages.table, pages.page_rows, pages.num_rows

@@ -18,8 +18,7 @@ from ..common.device import cdiv, device_properties
 from ..common.ops import direct, operator
 from ..schedule.cost import LoopedSide, MaskParams, grouping
 from ..schedule.host import TileList, mask_of_groups, num_query_groups, tile_capacity
-from .params import AttentionParams
-from .segments import TiledSegments
+from .params import AttentionParams, Segments
 from .tile_list_kernels import (
     BUCKETS,
     HEADER,
@@ -230,7 +229,7 @@ def _views(
 
 
 def kernel_tiles(
-    segments: TiledSegments,
+    segments: Segments,
     config,
     total_rows: int,
     num_heads: int,
@@ -274,13 +273,13 @@ class ShortQueries(NamedTuple):
         next_tile: int32 `[1]`, 0, a counter of the tiles that the short segments' kernel has begun.
     """
 
-    queries: TiledSegments
-    keys: TiledSegments
+    queries: Segments
+    keys: Segments
     next_tile: Tensor
 
 
 def list_short_queries(
-    segments: TiledSegments,
+    segments: Segments,
     sizes: tuple[int, int],
     heads: tuple[int, int],
     rows: int,

@@ -181,7 +181,6 @@ def attention_bwd_dkdv_kernel(
     """dk, dv of a tile of key rows. It loops over the query groups, the query heads of the key
     head, and their blocks of rows. x: BackwardDkdv, with `strides` as the forward's."""
     BIAS: tl.constexpr = OPTIONS.bias
-    BLOCK_M: tl.constexpr = OPTIONS.block
     BLOCK_N: tl.constexpr = OPTIONS.tile
     BLOCK_D: tl.constexpr = OPTIONS.block_d
     BLOCK_DV: tl.constexpr = OPTIONS.block_dv
@@ -227,7 +226,7 @@ def attention_bwd_dkdv_kernel(
             if OPTIONS.q_shared:
                 q_row = q_start - q_start  # 0, of q_start's type
             blocks = row_blocks(
-                tile.block * BLOCK_N, q_len, tile.kv_len, of_group, MASK, BLOCK_M, BLOCK_N
+                tile.block * BLOCK_N, q_len, tile.kv_len, of_group, MASK, OPTIONS.block, BLOCK_N
             )
             starts = _Starts(q_row, q_start, tile.kv_len - q_len, q_len)
             keys = _KeyTile(k, v, (tile.block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None], of_group)

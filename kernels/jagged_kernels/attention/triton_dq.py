@@ -57,12 +57,11 @@ def _dq_block(
     to the sums of the bias tables. Returns acc and buckets."""
     MASK: tl.constexpr = OPTIONS.mask
     BIAS: tl.constexpr = OPTIONS.bias
-    BLOCK_N: tl.constexpr = OPTIONS.block
     k, v = load_keys(keys, block, OPTIONS, MASKED)
     scores = block_scores(queries.q, k, block, bias, OPTIONS)
     dp = tl.dot(queries.do, tl.trans(v), input_precision=OPTIONS.precision)
     if queries.dropout is not None:
-        columns = tl.arange(0, BLOCK_N)[None, :]
+        columns = tl.arange(0, OPTIONS.block)[None, :]
         kept = is_kept(queries.dropout, visible.places, columns, column=block.column)
         dp = tl.where(kept, dp * queries.dropout.factor, 0.0)
     if ACTIVATION is None:
@@ -71,7 +70,7 @@ def _dq_block(
         _, dact = ACTIVATION(scores, scale)
         ds = dact * dp
     if MASKED:
-        columns = tl.arange(0, BLOCK_N)[None, :]
+        columns = tl.arange(0, OPTIONS.block)[None, :]
         if OPTIONS.mask is not None:
             ds = tl.where(
                 is_visible(block.column + columns, visible.rows, visible.bounds, MASK), ds, 0.0

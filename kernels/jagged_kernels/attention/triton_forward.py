@@ -54,12 +54,11 @@ def _fwd_block(
 ):  # fmt: skip
     """One key block: scores, online softmax or activation, acc += P v. Returns the new state."""
     MASK: tl.constexpr = OPTIONS.mask
-    BLOCK_N: tl.constexpr = OPTIONS.block
     k, v = load_keys(keys, block, OPTIONS, MASKED)
     if keys.scales is not None:
         k, v = scaled_keys(k, v, keys.scales, block, q.dtype)
     scores = block_scores(q, k, block, bias, OPTIONS)
-    columns = tl.arange(0, BLOCK_N)[None, :]
+    columns = tl.arange(0, OPTIONS.block)[None, :]
     if MASKED and OPTIONS.mask is not None:
         seen = is_visible(block.column + columns, visible.rows, visible.bounds, MASK)
     else:

@@ -20,9 +20,9 @@ from .params import (
     Gradients,
     MaskParams,
     Operands,
+    Segments,
     empty_table_gradients,
 )
-from .segments import TiledSegments
 from .select import Selection
 from .tile_lists import kernel_tiles
 from .triton_dkdv import BackwardDkdv, attention_bwd_dkdv_kernel
@@ -32,7 +32,7 @@ from .triton_tiles import Call, Options
 
 
 def triton_forward(
-    operands: Operands, segments: TiledSegments, params: AttentionParams, selection: Selection
+    operands: Operands, segments: Segments, params: AttentionParams, selection: Selection
 ) -> None:
     """Write `out`, and with softmax `lse`."""
     q, k, v, out, lse = operands
@@ -58,7 +58,7 @@ def triton_forward(
 def triton_dq(
     operands: Operands,
     grads: Gradients,
-    queries: TiledSegments,
+    queries: Segments,
     params: AttentionParams,
     bias: Bias | None,
     selection: Selection,
@@ -93,7 +93,7 @@ def triton_dq(
 def triton_dkdv(
     operands: Operands,
     grads: Gradients,
-    keys: TiledSegments,
+    keys: Segments,
     params: AttentionParams,
     bias: Bias | None,
     kv_shared: bool,
@@ -120,7 +120,7 @@ def triton_dkdv(
         )
 
 
-def _call(segments: TiledSegments, tiles: Tensor, q: Tensor, params: AttentionParams) -> Call:
+def _call(segments: Segments, tiles: Tensor, q: Tensor, params: AttentionParams) -> Call:
     factors = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     return Call(
         segments.q_offsets, segments.kv_offsets, tiles, params.num_targets, params.segment_scale,

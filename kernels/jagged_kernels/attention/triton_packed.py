@@ -215,11 +215,6 @@ def packed_attention_fwd_kernel(
     scores. x: Operands, of whose `[rows, heads, dim]` tensors `strides` has the strides of rows and
     heads in turn."""
     HEADS: tl.constexpr = OPTIONS.heads
-    GROUP: tl.constexpr = OPTIONS.group
-    HEAD_DIM: tl.constexpr = OPTIONS.head_dim
-    V_DIM: tl.constexpr = OPTIONS.v_dim
-    BLOCK_D: tl.constexpr = OPTIONS.block_d
-    BLOCK_DV: tl.constexpr = OPTIONS.block_dv
     ALIGN: tl.constexpr = OPTIONS.align
     MASK: tl.constexpr = OPTIONS.mask
     q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
@@ -236,9 +231,9 @@ def packed_attention_fwd_kernel(
             keys = queries
             if CROSS:
                 keys = _load_side(batch.tiles_ptr, item // HEADS * SIDES + 1, segment)
-            q = _load(q_rows, queries, head, HEAD_DIM, BLOCK_D)
-            k = _load(k_rows, keys, head // GROUP, HEAD_DIM, BLOCK_D)
-            v = _load(v_rows, keys, head // GROUP, V_DIM, BLOCK_DV)
+            q = _load(q_rows, queries, head, OPTIONS.head_dim, OPTIONS.block_d)
+            k = _load(k_rows, keys, head // OPTIONS.group, OPTIONS.head_dim, OPTIONS.block_d)
+            v = _load(v_rows, keys, head // OPTIONS.group, OPTIONS.v_dim, OPTIONS.block_dv)
             scores = tl.dot(q, tl.trans(k), input_precision=OPTIONS.precision)
             visible = _visible(queries, keys, batch, CROSS, MASK)
             if ACTIVATION is None:
@@ -254,7 +249,7 @@ def packed_attention_fwd_kernel(
                 p = tl.where(_kept(queries, keys, batch, scales, head, CROSS), p, 0.0)
                 factor = factor * kept_factor(scales.threshold)
             out = tl.dot(p.to(v.dtype), v, input_precision=OPTIONS.precision) * factor
-            _store(out_rows, queries, head, out, V_DIM, BLOCK_DV)
+            _store(out_rows, queries, head, out, OPTIONS.v_dim, OPTIONS.block_dv)
             segment = _next_segment(queries, keys, segment, tl.sum(out), CROSS)
 
 

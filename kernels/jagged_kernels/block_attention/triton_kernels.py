@@ -261,12 +261,11 @@ def softmax_base_2(scores):
 def _drop(x, dropout, tile, head, OPTIONS: tl.constexpr):
     """x [BLOCK_M, BLOCK_M], times 0 or 1 / (1 - p). Blocks are the segments of
     attention/dropout.py. They begin at multiples of 16 rows of a tile."""
-    BLOCK_SIZE: tl.constexpr = OPTIONS.block_size
     rows, start = tl.arange(0, OPTIONS.block_m)[:, None], tile.row
     if OPTIONS.local_rows:
-        rows, start = rows % BLOCK_SIZE, start - start
+        rows, start = rows % OPTIONS.block_size, start - start
     of_head = dropout_of_head(dropout.seed_ptr, dropout.threshold, head, start)
-    kept = is_kept(of_head, rows, tl.arange(0, OPTIONS.block_m)[None, :] % BLOCK_SIZE)
+    kept = is_kept(of_head, rows, tl.arange(0, OPTIONS.block_m)[None, :] % OPTIONS.block_size)
     return tl.where(kept, x * of_head.factor, 0.0)
 
 
@@ -288,8 +287,6 @@ def block_attention_fwd_kernel(
     """
     ALIGN: tl.constexpr = OPTIONS.align
     BLOCK_M: tl.constexpr = OPTIONS.block_m
-    BLOCK_D: tl.constexpr = OPTIONS.block_d
-    GROUP: tl.constexpr = OPTIONS.group
     ROTATE: tl.constexpr = OPTIONS.rotate
     ROTATE_V: tl.constexpr = OPTIONS.rotate_v
     PRECISION: tl.constexpr = OPTIONS.precision
@@ -310,13 +307,13 @@ def block_attention_fwd_kernel(
         else:
             angles = _load_angles(rotary, tile, ROTATE, OPTIONS)
         q = _load(q_rows, tile, head, angles, ROTATE, OPTIONS)
-        k = _load(k_rows, tile, head // GROUP, angles, ROTATE, OPTIONS)
-        v = _load(v_rows, tile, head // GROUP, angles, ROTATE_V, OPTIONS)
+        k = _load(k_rows, tile, head // OPTIONS.group, angles, ROTATE, OPTIONS)
+        v = _load(v_rows, tile, head // OPTIONS.group, angles, ROTATE_V, OPTIONS)
         scores = _mma_abt(q, k, ROTATE, PRECISION)
         p = _softmax(scores, tile.num_rows, scale * LOG2_E, BLOCK_M, OPTIONS.block_size)
         if dropout is not None:
             p = _drop(p, dropout, tile, head, OPTIONS)
-        zeros = _zeros(ROTATE_V, BLOCK_M, BLOCK_D)
+        zeros = _zeros(ROTATE_V, BLOCK_M, OPTIONS.block_d)
         out = _mma_ab(p.to(v.even.dtype), v, zeros, ROTATE_V, PRECISION)
         _store(out_rows, tile, head, out, ROTATE_V, OPTIONS)
 
@@ -335,7 +332,6 @@ def block_attention_bwd_kernel(
     ALIGN: tl.constexpr = OPTIONS.align
     BLOCK_M: tl.constexpr = OPTIONS.block_m
     BLOCK_D: tl.constexpr = OPTIONS.block_d
-    GROUP: tl.constexpr = OPTIONS.group
     ROTATE: tl.constexpr = OPTIONS.rotate
     ROTATE_V: tl.constexpr = OPTIONS.rotate_v
     PRECISION: tl.constexpr = OPTIONS.precision
@@ -361,8 +357,8 @@ def block_attention_bwd_kernel(
         k = _load(k_rows, tile, key_head, angles, ROTATE, OPTIONS)
         v = _load(v_rows, tile, key_head, angles, ROTATE_V, OPTIONS)
         dk, dv = _zeros(ROTATE, BLOCK_M, BLOCK_D), _zeros(ROTATE_V, BLOCK_M, BLOCK_D)
-        for group_head in range(0, GROUP):
-            head = key_head * GROUP + group_head
+        for group_head in range(0, OPTIONS.group):
+            head = key_head * OPTIONS.group + group_head
             q = _load(q_rows, tile, head, angles, ROTATE, OPTIONS)
             do = _load(do_rows, tile, head, Angles(1.0, 0.0), ROTATE_V, OPTIONS)
             scores = _mma_abt(q, k, ROTATE, PRECISION)

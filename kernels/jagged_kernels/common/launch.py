@@ -108,17 +108,19 @@ class CachedLaunches(JITFunction):
         """Functions that choose the tensors, those whose alignment counts, and the descriptors
         among arguments and items of these types; and the indices of those that have more than a
         type, with functions that describe them."""
-        rules = []
+        rules, are_arguments = [], []
         for x, rule in zip(args, self._rules):
+            # an argument is the next item, or a tuple whose items are
+            is_item = len(rules) < len(flat) and flat[len(rules)] is x
             # Triton specialises all that is in a tuple
-            is_item = not isinstance(x, tuple) or any([x is item for item in flat])
             rules += [rule] if is_item else [(False, True, True)] * len(x)
+            are_arguments += [is_item] * (1 if is_item else len(x))
         tensors = [i for i, kind in enumerate(types) if kind in (torch.Tensor, torch.nn.Parameter)]
         described = [i for i, kind in enumerate(types) if issubclass(kind, Described)]
         others = []
         for i, kind in enumerate(types):
             if kind not in (float, type(None)) and i not in (*tensors, *described):
-                integers = kind is int or (kind is tuple and any([flat[i] is x for x in args]))
+                integers = kind is int or (kind is tuple and are_arguments[i])
                 describe = _describer(rules[i])
                 others.append((i, describe if integers else describe.__wrapped__))
         specialised = [i for i in tensors if all(rules[i][1:])]

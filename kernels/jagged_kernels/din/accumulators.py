@@ -57,7 +57,7 @@ def plus(x, y):
 def partial_sums(x):
     """Sums over the rows of x [16 m, n] that an MMA leaves to one thread, two of sixteen:
     [m, 8, n]. A loop adds them; sums over all rows, in each round, would wait for all threads."""
-    return tl.sum(tl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1]]), 1)
+    return tl.sum(x.reshape([x.shape[0] // 16, 2, 8, x.shape[1]]), 1)
 
 
 @triton.jit

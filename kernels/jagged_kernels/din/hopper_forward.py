@@ -27,14 +27,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from ..common.activations import _fast_tanh
 from ..common.gluon_api import thread_barrier
-from ..common.pipeline import make_barriers, mma_abt, mma_layout, to_mma_operand, zero_rows
+from ..common.pipeline import make_barriers, mma_abt, mma_layout, to_mma_operand
 from ..common.ptxas import safe_ptxas
 from .hopper_parts import (
     BLOCK,
@@ -54,9 +53,11 @@ from .hopper_parts import (
     store_first,
     store_vectors,
     wait,
+    wait_for_events,
+    walk_tiles,
 )
 from .mlp import has_table
-from .walk import AHEAD, end_of, find_tile, find_tile_ahead, num_missing, without_tile
+from .walk import AHEAD, end_of, find_tile, find_tile_ahead, num_missing
 
 
 class Buffers(NamedTuple):
@@ -175,13 +176,9 @@ def _weighted(x, buffers, i: gl.constexpr, ACTIVATION, OPTIONS: gl.constexpr):
 @gluon.jit
 def _start_first(buffers, step, num_rows):
     """Start z1 of a tile with num_rows events of the segment, once it is loaded."""
-    stage = step % STAGES
-    mbarrier.wait(buffers.full.index(stage), step // STAGES & 1)
-    if num_rows < BLOCK:
-        zero_rows(buffers.k.index(stage), num_rows, 0, 1)
-    z = ()
+    k, z = wait_for_events(buffers, step, num_rows), ()
     for i in gl.static_range(len(buffers.first)):
-        z = z + (mma_abt(buffers.k.index(stage), buffers.first[i]),)
+        z = z + (mma_abt(k, buffers.first[i]),)
     return z
 
 
@@ -307,19 +304,10 @@ def din_fwd_hopper_kernel(
             fence_async_shared()
             thread_barrier()
             z = wait(_start_first(buffers, step, find_tile(seen, 0)[1]), 0)
-            while end_of(seen) > BLOCK:
-                z, sums = _tile(
-                    z, sums, k_desc, buffers, last_bias, seen, next_seen, step,
-                    True, ACTIVATION, OPTIONS,
-                )  # fmt: skip
-                seen = without_tile(seen, BLOCK)
-                step += 1
-            _, sums = _tile(
-                z, sums, k_desc, buffers, last_bias, seen, next_seen, step,
-                False, ACTIVATION, OPTIONS,
+            sums, step = walk_tiles(
+                _tile, step, seen, next_seen, sums, z, k_desc, buffers, last_bias,
+                ACTIVATION, OPTIONS,
             )  # fmt: skip
-            step += 1
-            thread_barrier()  # every warp has read what the next row writes
         acc = sums.acc
         if OPTIONS.softmax:
             total = gl.sum(sums.total, 0)

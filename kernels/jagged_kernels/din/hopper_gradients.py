@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from ..common.activations import NAN
 from ..common.pipeline import halves, mma_abt, mma_layout, to_mma_operand, vector_layout
+from .accumulators import partial_sums
 from .hopper_parts import (
     BLOCK,
     COPIES,
@@ -153,7 +154,7 @@ def through(
         return _where_positive(kept, dh), ()
     elif OPTIONS.units == "prelu":
         slope = of_columns(net.tables[LAYER][0][i], dh)
-        return prelu(kept, dh, slope), (partial(dh * gl.minimum(kept, 0.0)),)
+        return prelu(kept, dh, slope), (partial_sums(dh * gl.minimum(kept, 0.0)),)
     elif OPTIONS.units == "dice":
         unit, z = _unit(net, LAYER, i, kept), kept
         p = ACTIVATION(z * unit.half + unit.shift, 2.0)[0]
@@ -161,7 +162,7 @@ def through(
         bend = left * p  # z p (1 - p)
         dz = dh * (unit.slope + unit.rest * p + unit.curve * bend) + (unit.d0 + unit.d1 * z)
         g = dh * bend
-        sums = partial(dh * left), partial(g), partial(g * (z - unit.mean))
+        sums = partial_sums(dh * left), partial_sums(g), partial_sums(g * (z - unit.mean))
         return gl.where(beside(real, z), dz, 0.0), sums
     else:
         return dh * kept, ()
@@ -360,12 +361,6 @@ def beside(vector, x):
 
 
 @gluon.jit
-def partial(x):
-    """Sums over the rows of x [64, n] that an MMA leaves to one thread: [4, 8, n]."""
-    return gl.sum(x.reshape([4, 2, 8, x.shape[1]]), 1)
-
-
-@gluon.jit
 def zero_piece(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """An MMA's result."""
     return gl.zeros([ROWS, COLUMNS], gl.float32, mma_layout(BLOCK, COLUMNS))
@@ -382,10 +377,10 @@ def zero_pieces(ROWS: gl.constexpr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def zero_vectors(LAYER: gl.constexpr, OPTIONS: gl.constexpr):
-    """A `partial` sum for each piece of a layer."""
+    """A `partial_sums` for each piece of a layer."""
     found, zeros = (), zero_pieces(BLOCK, LAYER, OPTIONS)
     for i in gl.static_range(len(zeros)):
-        found = found + (partial(zeros[i]),)
+        found = found + (partial_sums(zeros[i]),)
     return found
 
 
@@ -424,7 +419,7 @@ def places(x, FIRST: gl.constexpr):
 
 @gluon.jit
 def store_totals(ptr, sums, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
-    """Store the totals of `partial` sums of each piece of a layer."""
+    """Store the totals of `partial_sums` of each piece of a layer."""
     for i in gl.static_range(len(sums)):
         total = gl.sum(gl.sum(sums[i], 1), 0)
         unit = OPTIONS.pieces[LAYER][i][0] + gl.arange(

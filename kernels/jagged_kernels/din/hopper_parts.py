@@ -5,11 +5,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from ..common.gluon_api import load_tile
-from ..common.pipeline import vector_layout
+from ..common.gluon_api import load_tile, thread_barrier
+from ..common.pipeline import vector_layout, zero_rows
 from .configs import HOPPER_STAGES
 from .mlp import packed_fma
-from .walk import AHEAD, end_of, find_seen, find_tile
+from .walk import AHEAD, end_of, find_seen, find_tile, without_tile
 
 BLOCK = gl.constexpr(64)  # events of a tile
 STAGES = gl.constexpr(HOPPER_STAGES)
@@ -165,6 +165,38 @@ def load_missing(k_desc, buffers, seen, step, missing):
     for i in gl.static_range(AHEAD):
         wanted = (i < missing) & (end_of(seen) > BLOCK * i)
         load_events(k_desc, buffers, find_tile(seen, BLOCK * i)[0], step + i, wanted)
+
+
+@gluon.jit
+def wait_for_events(buffers, step, num_rows):
+    """k of a tile with num_rows events of the segment, once it is loaded; 0 behind them."""
+    stage = step % STAGES
+    mbarrier.wait(buffers.full.index(stage), step // STAGES & 1)
+    if num_rows < BLOCK:
+        zero_rows(buffers.k.index(stage), num_rows, 0, 1)
+    return buffers.k.index(stage)
+
+
+@gluon.jit
+def walk_tiles(
+    compute: gl.constexpr, step, seen, next_seen, sums, started, k_desc, buffers, of_row,
+    ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """The sums over the tiles that a row of q sees, of which there is one at least, and the next
+    step. compute: adds the first tile of `seen`, and starts the MMAs of the next one, if there is
+    one (NEXT)."""
+    while end_of(seen) > BLOCK:
+        started, sums = compute(
+            started, sums, k_desc, buffers, of_row, seen, next_seen, step,
+            True, ACTIVATION, OPTIONS,
+        )  # fmt: skip
+        seen = without_tile(seen, BLOCK)
+        step += 1
+    nothing, sums = compute(
+        started, sums, k_desc, buffers, of_row, seen, next_seen, step, False, ACTIVATION, OPTIONS
+    )
+    thread_barrier()  # every warp has read what the next row writes
+    return sums, step + 1
 
 
 @gluon.jit

@@ -28,14 +28,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from ..common.gluon_api import thread_barrier
-from ..common.pipeline import make_barriers, mma_layout, zero_rows
+from ..common.pipeline import make_barriers, mma_layout
 from ..common.ptxas import safe_ptxas
+from .accumulators import partial_sums
 from .hopper_gradients import (
     Given,
     Net,
@@ -45,7 +45,6 @@ from .hopper_gradients import (
     last_layer,
     make_net,
     make_rows,
-    partial,
     places,
     start_back,
     start_scores,
@@ -68,8 +67,10 @@ from .hopper_parts import (
     load_missing,
     make_matrix,
     wait,
+    wait_for_events,
+    walk_tiles,
 )
-from .walk import AHEAD, end_of, find_tile, find_tile_ahead, num_missing, without_tile
+from .walk import AHEAD, end_of, find_tile, find_tile_ahead, num_missing
 
 
 class Buffers(NamedTuple):
@@ -87,7 +88,7 @@ class Buffers(NamedTuple):
 class Sums(NamedTuple):
     """Of a row of q pieces of S `[E, n]` and of da: products, bias. Or (MLP) of a program pieces of
     dW2 `[64, n]`, of db2 and dw, and db3. table: of the first layer, or (MLP) of the second. All
-    but MMAs' results are `partial`."""
+    but MMAs' results are `partial_sums`."""
 
     products: gl.tuple
     bias: gl.tuple
@@ -99,11 +100,7 @@ class Sums(NamedTuple):
 @gluon.jit
 def _start_tile(buffers, row, step, num_rows, OPTIONS: gl.constexpr):
     """start_scores of a tile with num_rows events of the segment, once it is loaded."""
-    stage = step % STAGES
-    mbarrier.wait(buffers.full.index(stage), step // STAGES & 1)
-    if num_rows < BLOCK:
-        zero_rows(buffers.k.index(stage), num_rows, 0, 1)
-    return start_scores(buffers.k.index(stage), row, OPTIONS)
+    return start_scores(wait_for_events(buffers, step, num_rows), row, OPTIONS)
 
 
 @gluon.jit
@@ -127,9 +124,9 @@ def _tile(
     bias, last, of_table = (), (), found.of_table
     if MLP:
         for j in gl.static_range(len(found.dz2)):
-            bias = bias + (sums.bias[j] + partial(found.dz2[j]),)
+            bias = bias + (sums.bias[j] + partial_sums(found.dz2[j]),)
             ds = beside(found.ds, found.h2[j])
-            last = last + (sums.last[j] + partial(found.h2[j] * ds),)
+            last = last + (sums.last[j] + partial_sums(found.h2[j] * ds),)
             units = buffers.dz[0].slice(OPTIONS.pieces[1][j][0], OPTIONS.pieces[1][j][1], 1)
             units.store(found.dz2[j].to(gl.bfloat16))
         for i in gl.static_range(FIRST):
@@ -139,7 +136,7 @@ def _tile(
         dh, of_table = warpgroup_mma_wait(0, deps=dh + operands), ()
         for i in gl.static_range(FIRST):
             dz, more = through(dh[i], layers.kept1[i], real, net, 0, i, ACTIVATION, OPTIONS)
-            bias, of_table = bias + (sums.bias[i] + partial(dz),), of_table + (more,)
+            bias, of_table = bias + (sums.bias[i] + partial_sums(dz),), of_table + (more,)
             buffers.dz[i].store(dz.to(gl.bfloat16))
     fence_async_shared()
     thread_barrier()
@@ -256,19 +253,10 @@ def din_bwd_rows_hopper_kernel(
             fence_async_shared()
             thread_barrier()
             started = wait(_start_tile(buffers, row, step, find_tile(seen, 0)[1], OPTIONS), 0)
-            while end_of(seen) > BLOCK:
-                started, sums = _tile(
-                    started, sums, k_desc, buffers, row, seen, next_seen, step,
-                    True, ACTIVATION, OPTIONS,
-                )  # fmt: skip
-                seen = without_tile(seen, BLOCK)
-                step += 1
-            nothing, sums = _tile(
-                started, sums, k_desc, buffers, row, seen, next_seen, step,
-                False, ACTIVATION, OPTIONS,
+            sums, step = walk_tiles(
+                _tile, step, seen, next_seen, sums, started, k_desc, buffers, row,
+                ACTIVATION, OPTIONS,
             )  # fmt: skip
-            step += 1
-            thread_barrier()  # every warp has read what the next row writes
         if not MLP:
             _finish_row(sums, buffers, given, number, OPTIONS)
     if MLP:

@@ -446,14 +446,13 @@ def linear_compress_fwd_hopper_kernel(
     zeros. Others: see Schedule.
     """
     STAGES: gl.constexpr = OPTIONS.stages
-    BLOCK_K: gl.constexpr = OPTIONS.block_k
     any_desc = e_desc if e_desc is not None else shared_e_desc
     any_w_desc = w_desc if w_desc is not None else shared_w_desc
     w_bufs = gl.allocate_shared_memory(
-        any_desc.dtype, [STAGES * 3, M_TILE, BLOCK_K], any_w_desc.layout
+        any_desc.dtype, [STAGES * 3, M_TILE, OPTIONS.block_k], any_w_desc.layout
     )
     e_bufs = gl.allocate_shared_memory(
-        any_desc.dtype, [STAGES, 1, BLOCK_K, OPTIONS.block_n], any_desc.layout
+        any_desc.dtype, [STAGES, 1, OPTIONS.block_k, OPTIONS.block_n], any_desc.layout
     )
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ring = Ring(w_bufs, e_bufs, make_barriers(STAGES, 1), make_barriers(STAGES, 2))

@@ -133,18 +133,16 @@ def _wait_for_addends(addends, tile, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _gemm_tile(w, e, addends, out_ptr, tile, BLOCK_M: tl.constexpr, OPTIONS: tl.constexpr):
-    M: tl.constexpr = OPTIONS.m
     K: tl.constexpr = OPTIONS.k
-    N: tl.constexpr = OPTIONS.n
     BLOCK_N: tl.constexpr = OPTIONS.block_n
     BLOCK_K: tl.constexpr = OPTIONS.block_k
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
-        w_block = load_block(w, 0, tile.row, k, M, K, BLOCK_M, BLOCK_K)
-        e_block = load_block(e, tile.batch, k, tile.column, K, N, BLOCK_K, BLOCK_N)
+        w_block = load_block(w, 0, tile.row, k, OPTIONS.m, K, BLOCK_M, BLOCK_K)
+        e_block = load_block(e, tile.batch, k, tile.column, K, OPTIONS.n, BLOCK_K, BLOCK_N)
         acc = tl.dot(w_block, e_block, acc, input_precision=OPTIONS.precision)
     _wait_for_addends(addends, tile, OPTIONS)
-    _store_epilogue(acc, addends, out_ptr, tile, M, N, 128)
+    _store_epilogue(acc, addends, out_ptr, tile, OPTIONS.m, OPTIONS.n, 128)
 
 
 @triton.jit
@@ -174,14 +172,11 @@ def linear_compress_fwd_kernel(
     M tile has tail_m rows. Which of its tiles is first rotates from wave to wave, so that no
     program gets the short ones alone.
     """
-    M: tl.constexpr = OPTIONS.m
-    N: tl.constexpr = OPTIONS.n
     BLOCK_M: tl.constexpr = OPTIONS.block_m
     BLOCK_N: tl.constexpr = OPTIONS.block_n
-    ALIGN: tl.constexpr = OPTIONS.align
-    BLOCKS_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * BLOCKS_N
-    e = Matrices(e_ptr, e_desc, strides[1] * ALIGN, strides[2] * ALIGN)
+    BLOCKS_N: tl.constexpr = (OPTIONS.n + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = (OPTIONS.m + BLOCK_M - 1) // BLOCK_M * BLOCKS_N
+    e = Matrices(e_ptr, e_desc, strides[1] * OPTIONS.align, strides[2] * OPTIONS.align)
     addends = Addends(addends_ptr, indices_ptr, None, ())
     # No pipelining: where one block spans K, Triton would pipeline the loop over tiles and exceed
     # shared memory.
@@ -212,13 +207,12 @@ def linear_compress_fwd_levels_kernel(
     LEVELS: tl.constexpr = len(shared)
     BLOCKS_N: tl.constexpr = (OPTIONS.n + OPTIONS.block_n - 1) // OPTIONS.block_n
     TILES: tl.constexpr = (OPTIONS.m + OPTIONS.block_m - 1) // OPTIONS.block_m * BLOCKS_N
-    ALIGN: tl.constexpr = OPTIONS.align
     firsts = _decoded(firsts)
     flags_ptr = state_ptr + 1
     results = ()
     for level in tl.static_range(LEVELS):
         results = results + (shared[level].result_ptr,)
-    e = Matrices(e_ptr, e_desc, strides[1] * ALIGN, strides[2] * ALIGN)
+    e = Matrices(e_ptr, e_desc, strides[1] * OPTIONS.align, strides[2] * OPTIONS.align)
     addends = Addends(results, indices_ptr, flags_ptr, firsts)
     number = tl.atomic_add(state_ptr, 1, sem="relaxed")
     while number < firsts[LEVELS + 1] * TILES:
@@ -275,7 +269,6 @@ def linear_compress_bwd_dw_kernel(
     BLOCK_K: tl.constexpr = OPTIONS.block_k
     BLOCK_N: tl.constexpr = OPTIONS.block_n
     ALIGN: tl.constexpr = OPTIONS.align
-    PRECISION: tl.constexpr = OPTIONS.precision
     BLOCKS_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     STEPS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     g = Matrices(g_ptr, g_desc, stride_gb * ALIGN, stride_g * ALIGN)
@@ -292,7 +285,7 @@ def linear_compress_bwd_dw_kernel(
         e_block = load_block(
             e, step // STEPS, column, step % STEPS * BLOCK_N, K, N, BLOCK_K, BLOCK_N
         )
-        acc = tl.dot(g_block, tl.trans(e_block), acc, input_precision=PRECISION)
+        acc = tl.dot(g_block, tl.trans(e_block), acc, input_precision=OPTIONS.precision)
     store_block(
         Matrices(partial_ptr, None, M * K, K), part, row, column, acc, M, K, BLOCK_M, BLOCK_K
     )

@@ -65,12 +65,10 @@ def jagged_dense_bmm_kernel(
     D: tl.constexpr = OPTIONS.d
     T: tl.constexpr = OPTIONS.t
     TRANSPOSED: tl.constexpr = OPTIONS.transposed
-    FACTOR: tl.constexpr = OPTIONS.factor
     BLOCK_M: tl.constexpr = OPTIONS.block_m
     BLOCK_N: tl.constexpr = OPTIONS.block_n
     BLOCK_K: tl.constexpr = OPTIONS.block_k
     ALIGN: tl.constexpr = OPTIONS.align
-    PRECISION: tl.constexpr = OPTIONS.precision
     BLOCKS_N: tl.constexpr = (T + BLOCK_N - 1) // BLOCK_N
     tile_index, column = tl.program_id(0) // BLOCKS_N, tl.program_id(0) % BLOCKS_N * BLOCK_N
     segment, start, num_rows, row = find_tile(tile_index, offsets_ptr, num_segments, log2(BLOCK_M))
@@ -82,7 +80,7 @@ def jagged_dense_bmm_kernel(
     for k in range(0, D, BLOCK_K):
         x = load_matrix(x_ptr, row, k, stride_x * ALIGN, num_rows, D, BLOCK_M, BLOCK_K, False)
         y = load_matrix(y_ptr, k, column, stride_y * ALIGN, D, T, BLOCK_K, BLOCK_N, TRANSPOSED)
-        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+        acc = tl.dot(x, y, acc, input_precision=OPTIONS.precision)
     if pointers.bias is not None:
         columns = column + tl.arange(0, BLOCK_N)
         bias = tl.load(
@@ -94,13 +92,13 @@ def jagged_dense_bmm_kernel(
     if ACTIVATION is not None:
         act, dact = ACTIVATION(acc, 1.0)
         if pointers.grad is None:
-            acc = act * FACTOR
+            acc = act * OPTIONS.factor
         else:
             grad_ptr = pointers.grad + start * (stride_grad * ALIGN)
             grad = load_matrix(
                 grad_ptr, row, column, stride_grad * ALIGN, num_rows, T, BLOCK_M, BLOCK_N, False
             )
-            acc = grad.to(tl.float32) * (dact * FACTOR)
+            acc = grad.to(tl.float32) * (dact * OPTIONS.factor)
     store_matrix(pointers.out + start * T, row, column, T, acc, num_rows, T)
 
 
@@ -123,7 +121,6 @@ def jagged_jagged_bmm_kernel(
     BLOCK_N: tl.constexpr = OPTIONS.block_n
     BLOCK_K: tl.constexpr = OPTIONS.block_k
     ALIGN: tl.constexpr = OPTIONS.align
-    PRECISION: tl.constexpr = OPTIONS.precision
     BLOCKS_N: tl.constexpr = (T + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (D + BLOCK_M - 1) // BLOCK_M * BLOCKS_N
     chunk_index, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
@@ -144,7 +141,7 @@ def jagged_jagged_bmm_kernel(
                 x_ptr + start * (stride_x * ALIGN), row, k, stride_x * ALIGN, D, last, BLOCK_M,
                 BLOCK_K, True,
             )  # fmt: skip
-            acc = tl.dot(x, y, acc, input_precision=PRECISION)
+            acc = tl.dot(x, y, acc, input_precision=OPTIONS.precision)
     if num_rows <= chunk:
         store_matrix(out_ptr + tl.cast(segment, tl.int64) * (D * T), row, column, T, acc, D, T)
     else:
@@ -198,7 +195,6 @@ def jagged_outer_kernel(
     BLOCK_N: tl.constexpr = OPTIONS.block_n
     BLOCK_K: tl.constexpr = OPTIONS.block_k
     ALIGN: tl.constexpr = OPTIONS.align
-    PRECISION: tl.constexpr = OPTIONS.precision
     segment, x_start, num_rows, row = find_tile(
         tl.program_id(0), x_offsets_ptr, num_segments, log2(BLOCK_M)
     )
@@ -211,7 +207,7 @@ def jagged_outer_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
         for k in range(0, D, BLOCK_K):
             x = load_matrix(x_ptr, row, k, stride, num_rows, D, BLOCK_M, BLOCK_K, False)
-            acc = tl.dot(x, tl.trans(x), acc, input_precision=PRECISION)
+            acc = tl.dot(x, tl.trans(x), acc, input_precision=OPTIONS.precision)
         store_matrix(p_ptr, row, row, num_rows, acc, num_rows, num_rows)
     else:
         y_start, num_columns = load_segment(y_offsets_ptr, segment)
@@ -223,7 +219,7 @@ def jagged_outer_kernel(
         column, k = first + i // STEPS * BLOCK_N, i % STEPS * BLOCK_K
         x = load_matrix(x_ptr, row, k, stride_x * ALIGN, num_rows, D, BLOCK_M, BLOCK_K, False)
         y = load_matrix(other_ptr, k, column, stride, D, num_columns, BLOCK_K, BLOCK_N, True)
-        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+        acc = tl.dot(x, y, acc, input_precision=OPTIONS.precision)
         if i % STEPS == STEPS - 1:
             store_matrix(p_ptr, row, column, num_columns, acc, num_rows, num_columns)
             if y_ptr is None:
@@ -264,7 +260,6 @@ def array_jagged_bmm_kernel(
     BLOCK_N: tl.constexpr = OPTIONS.block_n
     BLOCK_K: tl.constexpr = OPTIONS.block_k
     ALIGN: tl.constexpr = OPTIONS.align
-    PRECISION: tl.constexpr = OPTIONS.precision
     BLOCKS_N: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
     tile_index, column = tl.program_id(0) // BLOCKS_N, tl.program_id(0) % BLOCKS_N * BLOCK_N
     segment, start, num_rows, row = find_tile(
@@ -282,5 +277,5 @@ def array_jagged_bmm_kernel(
             TRANSPOSED,
         )  # fmt: skip
         y = load_matrix(y_ptr, k, column, stride_y * ALIGN, length, D, BLOCK_K, BLOCK_N, False)
-        acc = tl.dot(p, y, acc, input_precision=PRECISION)
+        acc = tl.dot(p, y, acc, input_precision=OPTIONS.precision)
     store_matrix(out_ptr + start * D, row, column, D, acc, num_rows, D)

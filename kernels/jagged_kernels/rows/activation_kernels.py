@@ -55,14 +55,13 @@ def activation_fwd_kernel(
 ):
     """y = act(x), or act(x₁) · x₂. strides: of x and y, in units of `align` elements. Grid: tiles,
     blocks of columns."""
-    WIDTH: tl.constexpr = OPTIONS.width
     ALIGN: tl.constexpr = OPTIONS.align
     rows = tl.cast(tl.program_id(0), tl.int64) * OPTIONS.rows + tl.arange(0, OPTIONS.rows)
     columns = tl.program_id(1) * OPTIONS.block + tl.arange(0, OPTIONS.block)
-    mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < OPTIONS.width)[None, :]
     y, _ = ACTIVATION(_load(x_ptr, strides[0] * ALIGN, rows, columns, mask), 1.0)
     if OPTIONS.gated:
-        y *= _load(x_ptr, strides[0] * ALIGN, rows, columns + WIDTH, mask)
+        y *= _load(x_ptr, strides[0] * ALIGN, rows, columns + OPTIONS.width, mask)
     _store(y_ptr, strides[1] * ALIGN, rows, columns, mask, y)
 
 

@@ -99,13 +99,10 @@ class Tile(NamedTuple):
 @triton.jit
 def _tile(index, num_rows, OPTIONS: tl.constexpr):
     """The tile of the index among those of the program's group."""
-    DIM: tl.constexpr = OPTIONS.dim
-    ROWS: tl.constexpr = OPTIONS.rows
-    BLOCK: tl.constexpr = OPTIONS.block
-    rows = tl.cast(index, tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
+    rows = tl.cast(index, tl.int64) * OPTIONS.rows + tl.arange(0, OPTIONS.rows)
+    columns = tl.arange(0, OPTIONS.block)
     exist = rows < num_rows
-    return Tile(rows, exist, columns, exist[:, None] & (columns < DIM)[None, :])
+    return Tile(rows, exist, columns, exist[:, None] & (columns < OPTIONS.dim)[None, :])
 
 
 @triton.jit
@@ -143,15 +140,12 @@ def _of_columns(ptr, tile, first, DIM: tl.constexpr):
 def _statistics(x, tile, OPTIONS: tl.constexpr):
     """Mean and reciprocal standard deviation of each row. rms: no mean, and the reciprocal root
     mean square."""
-    DIM: tl.constexpr = OPTIONS.dim
-    RMS: tl.constexpr = OPTIONS.rms
-    EPS: tl.constexpr = OPTIONS.eps
     ROWS: tl.constexpr = OPTIONS.rows
     mean = tl.zeros([ROWS], tl.float32)
-    if not RMS:
-        mean = tl.sum(x, 1) / DIM
+    if not OPTIONS.rms:
+        mean = tl.sum(x, 1) / OPTIONS.dim
     centred = tl.where(tile.mask, x - mean[:, None], 0.0)
-    return mean, 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1) / DIM + EPS)
+    return mean, 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1) / OPTIONS.dim + OPTIONS.eps)
 
 
 @triton.jit
@@ -176,11 +170,9 @@ def _normed(x, mean_ptr, rstd_ptr, tile):
 @triton.jit
 def _norm_gradient(g, xhat, rstd, OPTIONS: tl.constexpr):
     """Gradient of a norm's input, given that of xhat. Columns behind the group have a g of 0."""
-    DIM: tl.constexpr = OPTIONS.dim
-    RMS: tl.constexpr = OPTIONS.rms
-    dx = g - xhat * (tl.sum(g * xhat, 1) / DIM)[:, None]
-    if not RMS:
-        dx -= (tl.sum(g, 1) / DIM)[:, None]
+    dx = g - xhat * (tl.sum(g * xhat, 1) / OPTIONS.dim)[:, None]
+    if not OPTIONS.rms:
+        dx -= (tl.sum(g, 1) / OPTIONS.dim)[:, None]
     return dx * rstd
 
 
@@ -204,11 +196,10 @@ def row_norm_fwd_kernel(
     `align` elements (see `aligned_strides`); all but x are contiguous, y with EXTRA columns behind
     its own. Grid: tiles, groups."""
     DIM: tl.constexpr = OPTIONS.dim
-    ALIGN: tl.constexpr = OPTIONS.align
     tile = _tile(tl.program_id(0), num_rows, OPTIONS)
     read = _before_end(tile, tensors.end, num_segments)
     first, width = tl.program_id(1) * DIM, tl.num_programs(1) * DIM
-    x = _load(tensors.x, stride_x * ALIGN, read, first)
+    x = _load(tensors.x, stride_x * OPTIONS.align, read, first)
     if tensors.added is not None:
         x += _load(tensors.added, width, read, first)
         if tensors.total is not None:
@@ -309,11 +300,10 @@ def gate_fwd_kernel(tensors, out_ptr, num_rows, threshold, strides, OPTIONS: tl.
     row and group of a. tensors: Gate, whose mean and rstd are results. strides: of u and a, in
     units of `align` elements. Grid: tiles, groups."""
     DIM: tl.constexpr = OPTIONS.dim
-    ALIGN: tl.constexpr = OPTIONS.align
     tile = _tile(tl.program_id(0), num_rows, OPTIONS)
     first, width = tl.program_id(1) * DIM, tl.num_programs(1) * DIM
-    u = _load(tensors.u, strides[0] * ALIGN, tile, first)
-    a = _load(tensors.a, strides[1] * ALIGN, tile, first)
+    u = _load(tensors.u, strides[0] * OPTIONS.align, tile, first)
+    a = _load(tensors.a, strides[1] * OPTIONS.align, tile, first)
     mean, rstd = _statistics(a, tile, OPTIONS)
     normed = (a - mean[:, None]) * rstd[:, None]
     normed *= _of_columns(tensors.weight, tile, first, DIM)[None, :]

@@ -172,7 +172,6 @@ def jagged_softmax_kernel(
     `aligned_strides`). Grid: chunk indices, blocks of columns.
     """
     H: tl.constexpr = OPTIONS.h
-    FINISH: tl.constexpr = OPTIONS.finish
     ALIGN: tl.constexpr = OPTIONS.align
     LINES: tl.constexpr = OPTIONS.lines
     LENGTH: tl.constexpr = OPTIONS.length
@@ -189,12 +188,12 @@ def jagged_softmax_kernel(
         weight = Lines(None, 0, 0)
     out, chunk = Lines(out_ptr + start * H, 1, H), 1 << shift
     if length <= chunk:
-        if not FINISH:
+        if not OPTIONS.finish:
             _full_lines(x, weight, out, line, H, length, BACKWARD, LINES, LENGTH)
     else:
         part = Part(line, H, first, tl.minimum(first + chunk, length))
         sums_ptr += 2 * (start >> shift) * (2 * H)
-        if FINISH:
+        if OPTIONS.finish:
             num_chunks = ((length - 1) >> shift) + 1
             chunk_sums, chunk_weights = Lines(sums_ptr, 1, 2 * H), Lines(sums_ptr + H, 1, 2 * H)
             sums = _sum_lines(

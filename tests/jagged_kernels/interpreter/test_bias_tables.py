@@ -16,8 +16,7 @@ pytest.importorskip("triton")
 
 from jagged_kernels.attention.bias import LEADING, LEADING_SHIFT, PAD
 from jagged_kernels.attention.bias_tables import TableGradients, empty_table_gradients, kernel_bias
-from jagged_kernels.attention.params import AttentionParams
-from jagged_kernels.attention.segments import TiledSegments
+from jagged_kernels.attention.params import AttentionParams, Segments
 
 SCALE = 0.25
 LARGEST = 2**63 - 1
@@ -33,7 +32,7 @@ def params(position=None, time=None, **fields):
 
 
 # without segments there are no timestamps
-NO_ROWS = TiledSegments(torch.tensor([0]), torch.tensor([0]), None)
+NO_ROWS = Segments(torch.tensor([0]), torch.tensor([0]))
 
 
 def bucket_tables(boundaries, time, entries=True):
@@ -193,7 +192,7 @@ def test_the_default_boundaries_need_few_comparisons():
 
 def test_the_kernels_argument():
     position, times = torch.arange(10.0).view(2, 5), torch.arange(3)
-    segments = TiledSegments(torch.tensor([0, 2]), torch.tensor([0, 3]), None)
+    segments = Segments(torch.tensor([0, 2]), torch.tensor([0, 3]))
     assert kernel_bias(params(), segments, 2) is None
     bias = kernel_bias(params(position, query_shift=times), segments, 2)
     assert bias.num_positions == 5 + 2 * PAD.value == bias.position_stride
@@ -233,7 +232,7 @@ def test_position_tables_are_padded_with_their_ends(heads, entries):
     times = torch.arange(3)
     bias = kernel_bias(
         params(position, time, boundaries=boundaries, timestamps=times),
-        TiledSegments(*[torch.tensor([0, 3])] * 2, None),
+        Segments(*[torch.tensor([0, 3])] * 2),
         3,
     )
     assert torch.equal(bias.position_ptr, expected)
@@ -263,7 +262,7 @@ def test_extremes_of_timestamps(query_times):
         query_shift=shift.long(),
     )
     given = given._replace(query_timestamps=of_queries if query_times else None)
-    bias = kernel_bias(given, TiledSegments(q_offsets, kv_offsets, None), sum(q_lens))
+    bias = kernel_bias(given, Segments(q_offsets, kv_offsets), sum(q_lens))
     for segment, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens)):
         keys = times[kv_offsets[segment] : kv_offsets[segment + 1]]
         if query_times:

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from jagged_kernels.attention.segments import TiledSegments
-from jagged_kernels.schedule.host import TileList
+from jagged_kernels.attention.params import Segments
 
 dq_sums = pytest.importorskip("jagged_kernels.attention.hopper.dq_sums")
 
@@ -36,11 +35,5 @@ def test_sums_are_rounded_to_dq(offsets, lengths, dim, block, segment_scale):
                 sums.sums[head, index, : len(values), :dim] = values
                 expected[rows, head] = values * 0.3 * (scales[segment] if segment_scale else 2.0)
     dq = torch.full_like(q, float("nan"))
-    sums.write(
-        dq,
-        TiledSegments(segments, segments, TileList(None, None, None)),
-        scales if segment_scale else None,
-        0.3,
-        2.0,
-    )
+    sums.write(dq, Segments(segments, segments), scales if segment_scale else None, 0.3, 2.0)
     torch.testing.assert_close(dq, expected.half(), rtol=2**-10, atol=2**-24)

@@ -3,9 +3,9 @@ own."""
 
 import pytest
 import torch
-from jagged_kernels.attention.segments import TiledSegments
+from jagged_kernels.attention.params import Segments
 from jagged_kernels.attention.tile_lists import list_short_queries
-from jagged_kernels.schedule.host import TileList, zigzag_schedule
+from jagged_kernels.schedule.host import zigzag_schedule
 
 
 def expected_tiles(lengths, other_lengths, queries, rows, heads, block, short):
@@ -28,9 +28,7 @@ def test_lists(offsets, num_segments, rows, keys):
         torch.randint(0, longest, (num_segments,), generator=random) for longest in (300, 500)
     )
     q_lengths[::7], kv_lengths[3::9], q_lengths[5::10] = 0, 0, rows
-    segments = TiledSegments(
-        offsets(q_lengths.tolist()), offsets(kv_lengths.tolist()), TileList(None, None, None)
-    )
+    segments = Segments(offsets(q_lengths.tolist()), offsets(kv_lengths.tolist()))
     lists = list_short_queries(
         segments, (int(q_lengths.sum()), int(kv_lengths.sum())), (4, 2), rows, keys, 64
     )

@@ -152,14 +152,12 @@ def _tile_of_group(schedule, tile, query_group, MASK: gl.constexpr):
 def visited_blocks(schedule, tile, OPTIONS: gl.constexpr):
     """The _Visited blocks of a tile of keys."""
     ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
-    GROUPS: gl.constexpr = OPTIONS.query_groups
-    BLOCK: gl.constexpr = OPTIONS.block
-    blocks, visited = query_blocks(tile, OPTIONS.mask, ROWS, BLOCK)
+    blocks, visited = query_blocks(tile, OPTIONS.mask, ROWS, OPTIONS.block)
     visited *= OPTIONS.group
     masked = OPTIONS.group * num_masked_blocks(blocks)
-    for query_group in gl.static_range(1, GROUPS):
+    for query_group in gl.static_range(1, OPTIONS.query_groups):
         other = _tile_of_group(schedule, tile, query_group, OPTIONS.mask)
-        others, count = query_blocks(other, OPTIONS.mask, ROWS, BLOCK)
+        others, count = query_blocks(other, OPTIONS.mask, ROWS, OPTIONS.block)
         visited += OPTIONS.group * count
         masked += OPTIONS.group * num_masked_blocks(others)
     return _Visited(blocks, masked, visited)
@@ -172,11 +170,10 @@ def visited_rows(schedule, tile, number, visited, OPTIONS: gl.constexpr):
     blocks, segment, q_start, q_len = visited.blocks, tile.segment, tile.q_start, tile.q_len
     first_target = first_target_of(tile, OPTIONS.mask)
     ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
-    GROUPS: gl.constexpr = OPTIONS.query_groups
-    if GROUPS > 1:
+    if OPTIONS.query_groups > 1:
         full = number >= visited.masked
         number = gl.where(full, number - visited.masked, number)
-        for query_group in gl.static_range(1, GROUPS):
+        for query_group in gl.static_range(1, OPTIONS.query_groups):
             other = _tile_of_group(schedule, tile, query_group, OPTIONS.mask)
             others, _ = query_blocks(other, OPTIONS.mask, ROWS, OPTIONS.block)
             count = OPTIONS.group * gl.where(full, blocks.full_count, num_masked_blocks(blocks))

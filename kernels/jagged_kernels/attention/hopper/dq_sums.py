@@ -15,8 +15,8 @@ from ...common.configs import padded_dim
 from ...common.loads import find_tile
 from ...common.pipeline import TensorDescriptor, descriptor
 from ...common.ptxas import safe_ptxas
+from ..params import Segments
 from ..scales import output_factor
-from ..segments import TiledSegments
 
 
 class Options(NamedTuple):
@@ -38,22 +38,20 @@ def attention_dq_kernel(
 ):  # fmt: skip
     """Writes dq of a block of query rows and a head: its sum, rounded; 0 if no tile of keys visits
     it. OPTIONS.stride: of the rows of dq."""
-    DIM: tl.constexpr = OPTIONS.dim
     WIDTH: tl.constexpr = OPTIONS.width
-    BLOCK: tl.constexpr = OPTIONS.block
     index = tl.program_id(0) + (tl.load(q_offsets_ptr) >> OPTIONS.shift).to(tl.int32)
     head = tl.program_id(1)
     segment, start, num_rows, first = find_tile(index, q_offsets_ptr, num_segments, OPTIONS.shift)
     if first < num_rows:
         added = tl.load(added_ptr + head * num_blocks + index)
-        rows, columns = tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH)[None, :]
-        real = (first + rows < num_rows) & (columns < DIM)
-        block_ptr = sums_ptr + (head.to(tl.int64) * num_blocks + index) * (BLOCK * WIDTH)
+        rows, columns = tl.arange(0, OPTIONS.block)[:, None], tl.arange(0, WIDTH)[None, :]
+        real = (first + rows < num_rows) & (columns < OPTIONS.dim)
+        block_ptr = sums_ptr + (head.to(tl.int64) * num_blocks + index) * (OPTIONS.block * WIDTH)
         sums = block_ptr + rows * WIDTH + columns
         dq = tl.load(sums, mask=real & (added > 0), other=0.0)
         dq *= factor * output_factor(output_scale, segment_scale_ptr, segment)
         row = (start + first + rows) * OPTIONS.stride
-        tl.store(dq_ptr + row + head * DIM + columns, dq, mask=real)
+        tl.store(dq_ptr + row + head * OPTIONS.dim + columns, dq, mask=real)
 
 
 class DqSums(NamedTuple):
@@ -100,7 +98,7 @@ class DqSums(NamedTuple):
     def write(
         self,
         dq: Tensor,
-        segments: TiledSegments,
+        segments: Segments,
         segment_scale: Tensor | None,
         factor: float,
         output_scale: float,

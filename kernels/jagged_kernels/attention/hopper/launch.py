@@ -15,8 +15,7 @@ from ...common.pipeline import WARPGROUP_ROWS, TensorDescriptor, descriptor, hea
 from ...schedule.cost import LoopedSide
 from ..bias_tables import TableGradients, kernel_bias
 from ..configs import HopperConfig
-from ..params import AttentionParams, Gradients, Operands, empty_table_gradients
-from ..segments import TiledSegments
+from ..params import AttentionParams, Gradients, Operands, Segments, empty_table_gradients
 from ..select import Selection
 from ..tile_lists import grid_of, kernel_tiles, list_short_queries
 from .args import Arguments, Options
@@ -80,7 +79,7 @@ def _launch_constants(
 
 
 def _arguments(
-    segments: TiledSegments,
+    segments: Segments,
     tiles: Tensor,
     params: AttentionParams,
     factors: tuple[float, float],
@@ -116,7 +115,7 @@ def _buckets_descriptor(params: AttentionParams) -> TensorDescriptor | None:
 
 
 def forward(
-    operands: Operands, segments: TiledSegments, params: AttentionParams, config: HopperConfig
+    operands: Operands, segments: Segments, params: AttentionParams, config: HopperConfig
 ) -> None:
     """Launch the forward kernel."""
     q, k, v, out, lse = operands
@@ -156,7 +155,7 @@ class _Backward:
         self,
         operands: Operands,
         grads: Gradients,
-        segments: TiledSegments,
+        segments: Segments,
         params: AttentionParams,
         kv_shared: bool,
         selection: Selection,
@@ -184,15 +183,13 @@ class _Backward:
         return head_descriptor(self.operands.q, block), head_descriptor(self.grads.do, block)
 
     def _key_tiles(
-        self, keys: TiledSegments, config: HopperConfig
+        self, keys: Segments, config: HopperConfig
     ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         rows, heads, _ = self.grads.dk.shape
         looped = LoopedSide(*self.operands.q.shape)
         return kernel_tiles(keys, config, rows, heads, self.params, key_tiles=True, looped=looped)
 
-    def _arguments(
-        self, segments: TiledSegments, tiles: Tensor, *more: Tensor, **others: Tensor
-    ) -> Any:
+    def _arguments(self, segments: Segments, tiles: Tensor, *more: Tensor, **others: Tensor) -> Any:
         return _arguments(
             segments, tiles, self.params, self.factors, *self.pointers, *more, **others
         )
@@ -203,7 +200,7 @@ class _Backward:
         shared = self.q_shared, self.operands.q.shape[2], None
         return _launch_constants(config, self.operands, self.params, *shared, *strides, *options)
 
-    def dq(self, queries: TiledSegments) -> tuple[Tensor, Tensor]:
+    def dq(self, queries: Segments) -> tuple[Tensor, Tensor]:
         """dq, and with softmax delta. Returns the gradients of the bias tables."""
         params, q, config = self.params, self.operands.q, self.selection.dq
         rows, heads, dim = self.grads.dq.shape
@@ -224,7 +221,7 @@ class _Backward:
             )  # fmt: skip
         return empty_table_gradients(params, q) if sums is None else sums.results(params, q)
 
-    def dkdv(self, keys: TiledSegments) -> None:
+    def dkdv(self, keys: Segments) -> None:
         """dk and dv."""
         config = self.selection.dkdv
         tiles, num_tiles, blocks = self._key_tiles(keys, config)
@@ -240,7 +237,7 @@ class _Backward:
                 **self._constants(config, self.kv_shared, keys.query_groups),
             )  # fmt: skip
 
-    def one_pass(self, keys: TiledSegments) -> None:
+    def one_pass(self, keys: Segments) -> None:
         """dq, dk and dv in one kernel, and another that rounds dq."""
         params, grads, config = self.params, self.grads, self.selection.one_pass
         if params.activation == "softmax":
@@ -257,7 +254,7 @@ class _Backward:
         factor = params.scale * self.factors[1]
         sums.write(grads.dq, keys, params.segment_scale, factor, params.output_scale)
 
-    def short_queries(self, segments: TiledSegments, next_tile: Tensor) -> None:
+    def short_queries(self, segments: Segments, next_tile: Tensor) -> None:
         """dq, dk, dv of the segments that `segments`, with listed tiles, leaves out as short."""
         config = self.selection.short_queries
         tiles, num_tiles, _ = segments.tiles
@@ -272,8 +269,8 @@ class _Backward:
 def backward(
     operands: Operands,
     grads: Gradients,
-    queries: TiledSegments,
-    keys: TiledSegments,
+    queries: Segments,
+    keys: Segments,
     params: AttentionParams,
     kv_shared: bool,
     selection: Selection,

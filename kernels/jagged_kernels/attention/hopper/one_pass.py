@@ -384,7 +384,6 @@ def _store_keys(kernel, tile, keys, sums, consumer: gl.constexpr, OPTIONS: gl.co
 @gluon.jit
 def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
     rings, exchange = kernel.rings, kernel.exchange
-    CONSUMERS: gl.constexpr = OPTIONS.consumers
     BLOCK: gl.constexpr = rings.q.buffers.shape[2]
     WIDTH: gl.constexpr = rings.q.buffers.shape[3]
     WIDE: gl.constexpr = WIDTH == 128
@@ -402,7 +401,7 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
         q = consumer_wait(rings.q, step)
         num_rows = tile.q_len - visited.last * BLOCK
         if num_rows < BLOCK:  # only the last block, which comes first
-            zero_tails(rings, step, num_rows, tail_phase, consumer, CONSUMERS)
+            zero_tails(rings, step, num_rows, tail_phase, consumer, OPTIONS.consumers)
             tail_phase += 1
         if WIDE:
             k = ring_rows(rings.k[consumer], wave % rings.k[0].buffers.shape[0])

@@ -236,13 +236,12 @@ def row_sums(kernel, ring, step, row, head, num_rows, OPTIONS: gl.constexpr):
     """delta = rowsum(dO ∘ O) of a consumer's rows: dO from a step of a ring, O from global
     memory."""
     WIDTH: gl.constexpr = ring.buffers.shape[3]
-    HEADS: gl.constexpr = OPTIONS.heads
     DIM: gl.constexpr = OPTIONS.v_dim
     L: gl.constexpr = vector_layout(WIDTH)
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))
     columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
-    first = kernel.args.out_ptr + row * (HEADS * DIM) + head * DIM
-    ptrs = first + rows[:, None] * (HEADS * DIM) + columns[None, :]
+    first = kernel.args.out_ptr + row * (OPTIONS.heads * DIM) + head * DIM
+    ptrs = first + rows[:, None] * (OPTIONS.heads * DIM) + columns[None, :]
     out = gl.load(ptrs, mask=(rows < num_rows)[:, None] & (columns < DIM)[None, :], other=0.0)
     do = consumer_wait(ring, step).load(L)
     return gl.sum(out.to(gl.float32) * do.to(gl.float32), 1)

@@ -266,13 +266,12 @@ def _skip_block(
 ):
     """A key block for a consumer without rows: it passes no P and dS."""
     rings, shared = kernel.rings, kernel.exchange
-    CONSUMERS: gl.constexpr = OPTIONS.consumers
-    skip_key_block(rings.k, rings.v, step, num_keys, visit.tail, consumer, CONSUMERS)
+    skip_key_block(rings.k, rings.v, step, num_keys, visit.tail, consumer, OPTIONS.consumers)
     wait_until_empty(shared, step)
     thread_barrier()
     mark_full(shared, step)
     if consumer < 2:
-        acc = _start_key_gradient(kernel, visit.wave, step, consumer, CONSUMERS)
+        acc = _start_key_gradient(kernel, visit.wave, step, consumer, OPTIONS.consumers)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         _finish_key_gradients(acc, kernel, visit, step, block, consumer, OPTIONS)
 
