@@ -158,6 +158,20 @@ def visible_runs(row, first_target, MASK: tl.constexpr):
 
 
 @triton.jit
+def first_query_row(block, q_len, MASK: tl.constexpr, ROWS: tl.constexpr):
+    """First row of a segment's block-th tile of ROWS query rows.
+
+    Under a causal mask the last tile visits the most keys. So it is full there, up to 63 rows, and
+    the first tile is not: it begins at a negative row, a multiple of 64.
+    """
+    row = block * ROWS
+    if MASK is not None and ROWS > 64:
+        if MASK.causal:
+            row -= tl.cdiv(q_len, ROWS) * ROWS - tl.cdiv(q_len, 64) * 64
+    return row
+
+
+@triton.jit
 def column_blocks(
     first_row, last_row, kv_len, first_target, MASK: tl.constexpr, BLOCK_N: tl.constexpr
 ):

@@ -27,7 +27,13 @@ import triton.language as tl
 from ..common.loads import find_tile, load_segment, segment_lengths
 from ..common.ptxas import safe_ptxas
 from ..schedule.cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES
-from .mask import column_blocks, first_target_column, num_masked_blocks, row_blocks
+from .mask import (
+    column_blocks,
+    first_query_row,
+    first_target_column,
+    num_masked_blocks,
+    row_blocks,
+)
 
 SEGMENTS = tl.constexpr(32)  # that a program of the kernels without a mask lists
 SPARE = tl.constexpr(512)  # tiles that a program clears at a time
@@ -289,7 +295,9 @@ def _count_tile(
             first_target = first_target_column(
                 num_targets_ptr, segment, other_length, MASK, num_segments
             )
+            row = first_query_row(block, length, MASK, LIST.block_m)
             last_row, shift = tl.minimum(row + LIST.block_m, length) - 1, other_length - length
+            row = tl.maximum(row, 0)
             blocks = column_blocks(
                 row + shift, last_row + shift, other_length, first_target, MASK, LIST.block_n
             )

@@ -19,11 +19,10 @@ class RowBias(NamedTuple):
 
 
 @triton.jit
-def bias_of_rows(bias, tile, num_segments, ROWS: tl.constexpr, KIND: tl.constexpr):
-    """RowBias of a tile of query rows, or None."""
+def bias_of_rows(bias, tile, row, num_segments, ROWS: tl.constexpr, KIND: tl.constexpr):
+    """RowBias of a tile of query rows from `row` on, or None."""
     if KIND is not None:
         of_tile = bias_of_tile(bias, tile, tile.head, num_segments, KIND)
-        row = tile.block * ROWS
         return RowBias(of_tile, row, query_times(of_tile, row + tl.arange(0, ROWS), KIND))
 
 

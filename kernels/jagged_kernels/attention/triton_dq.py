@@ -117,12 +117,12 @@ def attention_bwd_dq_kernel(
     for wave in range(0, waves):
         tile = next_tile
         next_tile = load_call_tile(call, wave + 1, waves, num_segments)
-        row, q_row, num_rows = query_rows(tile, OPTIONS)
+        first, row, q_row, num_rows = query_rows(tile, OPTIONS)
         q = load_rows(q_rows, q_row, tile.head, num_rows, OPTIONS.head_dim, BLOCK_M, BLOCK_D, True)
         do = load_rows(
             do_rows, row, tile.head, num_rows, OPTIONS.v_dim, BLOCK_M, OPTIONS.block_dv, True
         )
-        blocks, visible = visited_blocks(call, tile, num_rows, num_segments, OPTIONS)
+        blocks, visible = visited_blocks(call, tile, first, num_rows, num_segments, OPTIONS)
         lse, delta = 0.0, 0.0
         if ACTIVATION is None:
             out = load_rows(
@@ -136,7 +136,7 @@ def attention_bwd_dq_kernel(
 
         dropout = segment_dropout(call, tile.head, tile.q_start, OPTIONS)
         queries = _QueryTile(q, do, lse, delta, dropout)
-        row_bias = bias_of_rows(bias, tile, num_segments, BLOCK_M, BIAS)
+        row_bias = bias_of_rows(bias, tile, first, num_segments, BLOCK_M, BIAS)
         tile_sums = None
         if BUCKETS > 0:
             factor = call.dact_factor * segment_factor(call, tile)

@@ -122,12 +122,12 @@ def attention_fwd_kernel(
     for wave in range(0, waves):
         tile = next_tile
         next_tile = load_call_tile(call, wave + 1, waves, num_segments)
-        row, q_row, num_rows = query_rows(tile, OPTIONS)
+        first, row, q_row, num_rows = query_rows(tile, OPTIONS)
         q = load_rows(
             q_rows, q_row, tile.head, num_rows, OPTIONS.head_dim, BLOCK_M, OPTIONS.block_d, True
         )
-        blocks, visible = visited_blocks(call, tile, num_rows, num_segments, OPTIONS)
-        row_bias = bias_of_rows(bias, tile, num_segments, BLOCK_M, BIAS)
+        blocks, visible = visited_blocks(call, tile, first, num_rows, num_segments, OPTIONS)
+        row_bias = bias_of_rows(bias, tile, first, num_segments, BLOCK_M, BIAS)
         dropout = segment_dropout(call, tile.head, tile.q_start, OPTIONS)
 
         state = _State(
@@ -137,9 +137,9 @@ def attention_fwd_kernel(
         )
         # The next block's page is read ahead, so that a block's loads depend on none of the same
         # iteration: that would cost a stage.
-        first = blocks.full_first * BLOCK_N
-        page = load_page(tile, first, page_table_ptr, PAGE_ROWS)
-        for n in range(first, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N):
+        full = blocks.full_first * BLOCK_N
+        page = load_page(tile, full, page_table_ptr, PAGE_ROWS)
+        for n in range(full, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N):
             key_block = KeyBlock(
                 key_row(tile, n, page, PAGE_ROWS), n, tile.head // OPTIONS.group, BLOCK_N
             )

@@ -29,7 +29,7 @@ import triton.language as tl
 from ..common.loads import Rows, load_rows, load_tile
 from .bias import key_times
 from .dropout import dropout_of_head
-from .mask import column_blocks, first_target_column, visible_columns
+from .mask import column_blocks, first_query_row, first_target_column, visible_columns
 from .params import BiasKind, MaskParams
 from .scales import output_factor
 from .triton_bias import bias_block
@@ -121,28 +121,36 @@ def load_call_tile(call, wave, waves, num_segments):
 
 @triton.jit
 def query_rows(tile, OPTIONS: tl.constexpr):
-    """A tile's first row, its row in q, and the number of rows from there on in the segment."""
-    first = tile.block * OPTIONS.tile
+    """A tile's first row in its segment, among all rows and in q, and the number of rows from there
+    on in the segment, or under a mask in the tile."""
+    ROWS: tl.constexpr = OPTIONS.tile
+    MASK: tl.constexpr = OPTIONS.mask
+    first = first_query_row(tile.block, tile.q_len, MASK, ROWS)
+    num_rows = tile.q_len - first
+    if MASK is not None:
+        num_rows = tl.minimum(num_rows, ROWS) + tl.minimum(first, 0)
+        first = tl.maximum(first, 0)
     row = tile.q_start + first
     q_row = row
     if OPTIONS.q_shared:
         q_row = row - tile.q_start
-    return row, q_row, tile.q_len - first
+    return first, row, q_row, num_rows
 
 
 @triton.jit
-def visited_blocks(call, tile, num_rows, num_segments, OPTIONS: tl.constexpr):
-    """Blocks that a tile of query rows visits, and what its rows see."""
+def visited_blocks(call, tile, first, num_rows, num_segments, OPTIONS: tl.constexpr):
+    """Blocks that a tile of query rows visits, and what its rows see. first: of `query_rows`, as
+    num_rows."""
     ROWS: tl.constexpr = OPTIONS.tile
     MASK: tl.constexpr = OPTIONS.mask
-    column = tile.block * ROWS + tile.kv_len - tile.q_len
+    column = first + tile.kv_len - tile.q_len
     first_target = first_target_column(
         call.num_targets_ptr, tile.segment, tile.kv_len, MASK, num_segments
     )
     last = column + tl.minimum(num_rows, ROWS) - 1
     blocks = column_blocks(column, last, tile.kv_len, first_target, MASK, OPTIONS.block)
     rows = (column + tl.arange(0, ROWS))[:, None]
-    places = (tile.block * ROWS + tl.arange(0, ROWS))[:, None]
+    places = (first + tl.arange(0, ROWS))[:, None]
     if MASK is None:  # the bounds are not read
         return blocks, Visible(rows, (rows, rows, rows), places)
     else:

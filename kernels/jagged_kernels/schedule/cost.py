@@ -282,7 +282,11 @@ def query_tile_work(
     first row, its last row, or one of these two."""
     first_target = (kv_len - num_targets).clamp(min=0)
     first = block * block_m
-    ends = torch.stack([first, torch.minimum(first + block_m, q_len) - 1]) + kv_len - q_len
+    if mask.causal and block_m > 64:  # `first_query_row`
+        first = first - (cdiv(q_len, block_m) * block_m - cdiv(q_len, 64) * 64)
+    last = torch.minimum(first + block_m, q_len) - 1
+    first = first.clamp(min=0)
+    ends = torch.stack([first, last]) + kv_len - q_len
     steps = torch.stack(
         [torch.full_like(first, mask.context - 1), first_target - mask.full_attn_len]
     ).clamp(*ends)

@@ -139,6 +139,13 @@ def test_masks(check_attention, mask, activation):
     check_attention(lengths, torch.float32, "cpu", heads=(2, 1), activation=activation, mask=mask)
 
 
+@slow_after(1, "activation", ["softmax", "silu"])
+def test_the_first_tile_of_a_segment_is_the_one_that_is_not_full(check_attention, activation):
+    """Under a causal mask, of tiles with 128 rows: 150 rows are 86 and 64."""
+    lengths = [150, 3, 0, 70, 129], [150, 9, 4, 200, 190]
+    check_attention(lengths, torch.float16, "cpu", activation=activation, mask="causal")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_very_negative_scores_under_a_mask(check_very_negative_scores, dtype):
     check_very_negative_scores(dtype, "cpu")

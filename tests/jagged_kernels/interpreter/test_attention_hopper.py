@@ -39,6 +39,13 @@ def test_masks(check, mask, activation):
     check((SELF, SELF), mask=mask, activation=activation)
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_the_first_tile_of_a_segment_is_the_one_that_is_not_full(check, change_selection, dims):
+    """Under a causal mask, of tiles with two and three consumers, some without rows."""
+    change_selection("small_tiles_are_faster", lambda *_: (False, False))
+    check(([70, 200, 0, 3, 257], [70, 220, 5, 9, 257]), dims, FP16, mask="causal")
+
+
 @slow_after(1, "shared", ["q", "kv"])
 def test_shared_operands(check, shared):
     check("mixed", shared=shared)

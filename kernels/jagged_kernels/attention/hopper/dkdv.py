@@ -336,7 +336,8 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
             of_block, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
             row, q_len = block * BLOCK, of_block.q_len
             bias = bias_of_keys(kernel, of_block, group_head, first, consumer, OPTIONS)
-            if consumer_visits(of_block, block, query_blocks, consumer, OPTIONS, BLOCK):
+            strip = tile.block * CONSUMERS + consumer
+            if consumer_visits(of_block, strip, block, query_blocks, OPTIONS, BLOCK):
                 first_target = first_target_of(of_block, OPTIONS.mask)
                 rows = QueryBlock(
                     row, row + tile.kv_len - q_len, q_len - row, first_target,

@@ -99,6 +99,8 @@ from .tile_source import (
     consume_waves,
     consumer_visits,
     first_target_of,
+    has_rows,
+    in_strips,
     key_blocks,
     make_tile_queue,
     produce_waves,
@@ -112,9 +114,10 @@ def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     BLOCK: gl.constexpr = kernel.k_desc.block_type.shape[1]
+    tile = in_strips(tile, OPTIONS)
     blocks, visited = key_blocks(tile, OPTIONS.mask, ROWS, BLOCK)
     for consumer in gl.static_range(CONSUMERS):
-        row = tile.q_start + tile.block * ROWS + consumer * WARPGROUP_ROWS
+        row = tile.q_start + (tile.block + consumer) * WARPGROUP_ROWS
         q_row = row
         if OPTIONS.q_shared:
             q_row = row - tile.q_start
@@ -125,7 +128,7 @@ def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
     first, stride = 0, 0
     if kernel.buckets_desc is not None:
         first, stride = first_stored_block(kernel.bias, tile, kernel.schedule.num_segments)
-        first += tile.block * CONSUMERS * stride
+        first += tile.block * stride
     for number in range(visited):
         block = visited_block(number, blocks)
         key_row = tile.kv_start + block * BLOCK
@@ -235,17 +238,18 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
     BLOCK: gl.constexpr = rings.k.buffers.shape[2]
     STATS: gl.constexpr = gl.SliceLayout(1, mma_layout(WARPGROUP_ROWS, BLOCK))
     STORES_FROM_Q: gl.constexpr = outputs.buffers is None
+    tile = in_strips(tile, OPTIONS)
     first_target = first_target_of(tile, OPTIONS.mask)
     blocks, visited = key_blocks(tile, OPTIONS.mask, CONSUMERS * WARPGROUP_ROWS, BLOCK)
     masked = num_masked_blocks(blocks)
     if OPTIONS.whole_blocks:
         masked = gl.to_tensor(0)
-    first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
+    first = (tile.block + consumer) * WARPGROUP_ROWS
     num_rows = tile.q_len - first
     # Keys in the first block, the only one that the segment's end may cut.
     num_keys = gl.where(masked > 0, tile.kv_len - visited_block(0, blocks) * BLOCK, BLOCK)
     tail = Tail(rings.tail, tail_phase)
-    if num_rows > 0:
+    if has_rows(tile, first, OPTIONS.mask):
         dropout = dropout_of_queries(scales, tile, first, OPTIONS)
         lse = gl.arange(0, WARPGROUP_ROWS, layout=STATS)
         delta = lse
@@ -270,7 +274,9 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
             key_block = visited_block(number, blocks)
             column = key_block * BLOCK
             num_left = tile.kv_len - column
-            if consumer_visits(tile, key_block, key_blocks, consumer, OPTIONS, BLOCK):
+            if consumer_visits(
+                tile, tile.block + consumer, key_block, key_blocks, OPTIONS, BLOCK
+            ):
                 position = Position(row, column, num_left, first_target, dropout)
                 acc = _dq_block(
                     _rows_of_block(rows, rings, wave), rings, step + number,

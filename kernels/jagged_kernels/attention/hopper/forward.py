@@ -100,6 +100,8 @@ from .scores import Position, drop_by_queries, dropout_of_queries
 from .softmax import SUMS, SoftmaxState, attention_weights, log2_approx, rescale_rows
 from .tile_source import (
     Tile,
+    has_rows,
+    in_strips,
     key_blocks,
     make_tile_queue,
     num_skipped,
@@ -153,9 +155,10 @@ def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     BLOCK: gl.constexpr = kernel.k_desc.block_type.shape[1]
+    tile = in_strips(tile, OPTIONS)
     blocks, count = key_blocks(tile, OPTIONS.mask, ROWS, BLOCK)
     count = gl.maximum(count, 1)
-    row = tile.q_start + tile.block * ROWS
+    row = tile.q_start + tile.block * WARPGROUP_ROWS
     if OPTIONS.q_shared:
         row -= tile.q_start
     for consumer in gl.static_range(CONSUMERS):
@@ -166,7 +169,7 @@ def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
     first, stride = 0, 0
     if kernel.buckets_desc is not None:
         first, stride = first_stored_block(kernel.bias, tile, kernel.schedule.num_segments)
-        first += tile.block * CONSUMERS * stride
+        first += tile.block * stride
     # in the order of their use: the keys of a block before the values of the one before it
     for number in range(count + 1):
         if number < count:
@@ -440,6 +443,7 @@ def _fwd_tile(
     BLOCK: gl.constexpr = rings.k.buffers.shape[2]
     SCORES: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
     SOFTMAX: gl.constexpr = OPTIONS.activation is None
+    tile = in_strips(tile, OPTIONS)
     blocks, visited = key_blocks(tile, OPTIONS.mask, CONSUMERS * WARPGROUP_ROWS, BLOCK)
     # in the first block, the only one cut
     num_keys = gl.where(visited > 0, tile.kv_len - visited_block(0, blocks) * BLOCK, 0)
@@ -447,11 +451,11 @@ def _fwd_tile(
     if OPTIONS.whole_blocks:
         num_keys = gl.to_tensor(BLOCK)
     has_tail = (num_keys < BLOCK) & (num_keys != BLOCK // 2)
-    first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
+    first = (tile.block + consumer) * WARPGROUP_ROWS
     num_rows = tile.q_len - first
     tail = Tail(rings.tail, tail_phase)
     next_tile = tile
-    if (num_rows > 0) | OPTIONS.whole_blocks:  # without rows, what it computes is not stored
+    if has_rows(tile, first, OPTIONS.mask) | OPTIONS.whole_blocks:  # without rows, what it computes is not stored
         factor = scales.act_factor * output_factor(
             scales.output_scale, scales.segment_scale_ptr, tile.segment
         )

@@ -25,6 +25,7 @@ from ...common.pipeline import (
 )
 from ..mask import (
     column_blocks,
+    first_query_row,
     first_target_column,
     is_visited,
     masked_block,
@@ -234,11 +235,30 @@ def first_target_of(tile, MASK: gl.constexpr):
 
 
 @gluon.jit
+def in_strips(tile, OPTIONS: gl.constexpr):
+    """A tile of queries whose `block` is that of its first consumer's 64 rows. Negative: consumers
+    have no rows (`first_query_row`)."""
+    ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
+    MASK: gl.constexpr = OPTIONS.mask
+    row = first_query_row(tile.block, tile.q_len, MASK, ROWS)
+    return _tile(tile, tile.segment, row // WARPGROUP_ROWS, tile.first_target)
+
+
+@gluon.jit
+def has_rows(tile, first, MASK: gl.constexpr):
+    """Whether a consumer has rows of a tile of queries, from the `first` one on."""
+    if MASK is None:
+        return first < tile.q_len
+    else:
+        return (first >= 0) & (first < tile.q_len)
+
+
+@gluon.jit
 def key_blocks(tile, MASK: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr):
-    """The Blocks of keys that a tile of ROWS query rows visits, and their number."""
-    row = tile.block * ROWS
+    """The Blocks of keys that ROWS query rows visit, and their number. tile: of `in_strips`."""
+    row = tile.block * WARPGROUP_ROWS
     last_row = gl.minimum(row + ROWS, tile.q_len) - 1
-    shift = tile.kv_len - tile.q_len
+    row, shift = gl.maximum(row, 0), tile.kv_len - tile.q_len
     blocks = column_blocks(
         row + shift, last_row + shift, tile.kv_len, first_target_of(tile, MASK), MASK, BLOCK
     )
@@ -268,17 +288,14 @@ def visited_block(number, blocks):
 
 @gluon.jit
 def consumer_visits(
-    tile, block, BLOCKS_OF: gl.constexpr, consumer: gl.constexpr, OPTIONS: gl.constexpr,
-    BLOCK: gl.constexpr,
-):  # fmt: skip
-    """Whether a consumer's 64 rows would visit a block that its tile visits. BLOCKS_OF: key_blocks
-    or query_blocks."""
+    tile, strip, block, BLOCKS_OF: gl.constexpr, OPTIONS: gl.constexpr, BLOCK: gl.constexpr
+):
+    """Whether a consumer's 64 rows, the strip-th of the segment, would visit a block that its tile
+    visits. BLOCKS_OF: key_blocks or query_blocks."""
     if OPTIONS.mask is None:
         return True
     else:
-        rows = _tile(
-            tile, tile.segment, tile.block * OPTIONS.consumers + consumer, tile.first_target
-        )
+        rows = _tile(tile, tile.segment, strip, tile.first_target)
         blocks, _ = BLOCKS_OF(rows, OPTIONS.mask, WARPGROUP_ROWS, BLOCK)
         return is_visited(block, blocks)
 
@@ -291,9 +308,9 @@ def num_skipped(
     one block is left, as the rows need a result."""
     last = gl.minimum(num_masked_blocks(blocks), visited - 1)
     count = gl.to_tensor(0)
+    strip = tile.block + consumer
     while (count < last) & (
-        consumer_visits(tile, visited_block(count, blocks), key_blocks, consumer, OPTIONS, BLOCK)
-        == 0
+        consumer_visits(tile, strip, visited_block(count, blocks), key_blocks, OPTIONS, BLOCK) == 0
     ):
         count += 1
     return count
