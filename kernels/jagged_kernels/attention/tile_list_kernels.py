@@ -27,13 +27,7 @@ import triton.language as tl
 from ..common.loads import find_tile, load_segment, segment_lengths
 from ..common.ptxas import safe_ptxas
 from ..schedule.cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES
-from .mask import (
-    column_blocks,
-    first_query_row,
-    first_target_column,
-    num_masked_blocks,
-    row_blocks,
-)
+from .mask import column_blocks, first_query_row, first_target_column, num_masked_blocks, row_blocks
 
 SEGMENTS = tl.constexpr(32)  # that a program of the kernels without a mask lists
 SPARE = tl.constexpr(512)  # tiles that a program clears at a time

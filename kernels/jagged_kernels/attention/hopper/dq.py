@@ -274,9 +274,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
             key_block = visited_block(number, blocks)
             column = key_block * BLOCK
             num_left = tile.kv_len - column
-            if consumer_visits(
-                tile, tile.block + consumer, key_block, key_blocks, OPTIONS, BLOCK
-            ):
+            if consumer_visits(tile, tile.block + consumer, key_block, key_blocks, OPTIONS, BLOCK):
                 position = Position(row, column, num_left, first_target, dropout)
                 acc = _dq_block(
                     _rows_of_block(rows, rings, wave), rings, step + number,

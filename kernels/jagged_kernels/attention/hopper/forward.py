@@ -455,7 +455,8 @@ def _fwd_tile(
     num_rows = tile.q_len - first
     tail = Tail(rings.tail, tail_phase)
     next_tile = tile
-    if has_rows(tile, first, OPTIONS.mask) | OPTIONS.whole_blocks:  # without rows, what it computes is not stored
+    # without rows, what it computes is not stored
+    if has_rows(tile, first, OPTIONS.mask) | OPTIONS.whole_blocks:
         factor = scales.act_factor * output_factor(
             scales.output_scale, scales.segment_scale_ptr, tile.segment
         )
