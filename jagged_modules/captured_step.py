@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .padded_arguments import OFFSETS, SCALAR, STORAGE, TABLE, Arguments, Buffers, build
+from .padded_arguments import OFFSETS, SCALAR, Arguments, Buffers, build
 from .tracing import rehearsal
 
 WARM_UPS = 2  # the first run compiles kernels, the second launches them as later ones do
@@ -177,7 +177,7 @@ class Step:
         sizes = {
             len(buffer) - (kind == OFFSETS)
             for buffer, kind in zip(self.buffers, self._kinds)
-            if kind not in (SCALAR, STORAGE, TABLE)
+            if kind != SCALAR
         }
         if not x.dim() or x.shape[0] not in sizes:
             raise ValueError(

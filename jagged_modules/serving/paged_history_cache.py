@@ -318,9 +318,11 @@ class PagedHistoryCache:
         with self._ordered(copies=False):
             table, known = self._check_cached(users, anew)
             self._wait_for_readers()
-            ranges = table.reserve(users, known, lengths)
+            table.reserve(users, known, lengths)
         try:
-            layers = self._rows.with_room(known, lengths, ranges, others.get("timestamps"))
+            layers = self._rows.with_room(
+                known, lengths, wrapped.offsets, table.width, others.get("timestamps")
+            )
             cached = self._rows.history(layers, self.layer.max_cached_rows)
             outputs, _ = self.layer.append(events, cached, **others)
             with self._ordered():
@@ -485,13 +487,14 @@ class PagedHistoryCache:
 
     def _pin(self, table: PageTable, known: Sequence[UserPages]) -> HistoryCache:
         """The users' rows in their pages, which are pinned as long as their page table exists."""
-        layers = self._rows.in_pages(known, [x.length for x in known])
+        layers = self._rows.in_pages(known, [x.length for x in known], table.width)
         pinned = [page for x in known for page in x.pages]
         device = self._rows.device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         table.pin(pinned)
         # which all layers, and what is mapped to other tensors of them, share
-        shared = layers[0].tables[1].table.untyped_storage()
+        first = layers[0]
+        shared = (first.pages.table if first.host is None else first.users).untyped_storage()
         weakref.finalize(shared, self._read.append, (pinned, stream)).atexit = False
         return self._rows.history(layers, self.layer.max_cached_rows)
 

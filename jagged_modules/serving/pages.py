@@ -62,6 +62,7 @@ class PageTable:
 
     def __init__(self, num_pages: int, page_rows: int) -> None:
         self.num_pages, self.page_rows, self.num_rows, self.evictions = num_pages, page_rows, 0, 0
+        self.width = 1  # a power of 2: at least the pages of each user until now
         self.users: OrderedDict[Hashable, UserPages] = OrderedDict()
         self._unused, self._freed = 0, list[int]()  # pages from _unused on were never used
         # what each reader reads; pinned pages of no user
@@ -123,28 +124,30 @@ class PageTable:
         """Give each user pages for so many more rows. Returns the rows to write, of users who have
         some."""
         known = [self.users[user] for user in users]
-        ranges = self.reserve(users, known, lengths)
+        self.reserve(users, known, lengths)
+        ranges = ranges_of(known, lengths)
         self.count(known, lengths)
         return ranges
 
     def reserve(
         self, users: Sequence[Hashable], known: Sequence[UserPages], lengths: Sequence[int]
-    ) -> list[RowRange]:
-        """`extend`, but the rows do not count until `count`. known: the pages of the users."""
-        needs: list[tuple[array[int], int]] = []
-        ranges, move = list[RowRange](), self.users.move_to_end
-        for user, x, n in zip(users, known, lengths):
+    ) -> None:
+        """Give each user pages for so many more rows, which do not count until `count`. known: the
+        pages of the users."""
+        rows, move = self.page_rows, self.users.move_to_end
+        for user in users:
             move(user)
-            if n or not x.length:
-                begin, pages = x.first + x.length, x.pages
-                if n:
-                    ranges.append(RowRange(pages, begin, n))
-                more = self._pages_of(begin + n) - len(pages)
-                if more > 0:
-                    needs.append((pages, more))
-                elif more < 0:  # of a history before
-                    self._free(pages[more:])
-                    del pages[more:]
+        needs = [
+            (x.pages, more)
+            for x, n in zip(known, lengths)
+            if (n or not x.length)
+            and (more := -(-(x.first + x.length + n) // rows) - len(x.pages))
+        ]
+        for pages, more in needs:
+            if more < 0:  # of a history before
+                self._free(pages[more:])
+                del pages[more:]
+        needs = [(pages, more) for pages, more in needs if more > 0]
         if needs:
             more, pinned = sum([more for _, more in needs]), self._pins
             if pinned:
@@ -156,7 +159,8 @@ class PageTable:
                 self.evictions += 1
             for pages, more in needs:
                 pages.extend([self._take() for _ in range(more)])
-        return ranges
+                while self.width < len(pages):
+                    self.width *= 2
 
     def count(self, known: Sequence[UserPages], lengths: Sequence[int]) -> None:
         """Users with these pages have so many more rows, for which they have pages."""
@@ -201,6 +205,11 @@ class PageTable:
             return self._freed.pop()
         self._unused += 1
         return self._unused - 1
+
+
+def ranges_of(known: Sequence[UserPages], lengths: Sequence[int]) -> list[RowRange]:
+    """So many rows behind those of users, if there are some."""
+    return [RowRange(x.pages, x.first + x.length, n) for x, n in zip(known, lengths) if n]
 
 
 def row_indices(

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
-from ..containers.pages import HostTables, PagedRows, Room, from_8_bits, gather_pages, write_rows
+from ..containers.pages import PagedRows, Room, UserTable, from_8_bits, gather_pages, write_rows
 from ..scalars import check_equal
-from .pages import CacheFull, RowRange, UserPages, row_indices, rows_on_host
+from ..segments import outside_inference_mode, segmentation_of
+from .pages import CacheFull, RowRange, UserPages, ranges_of, row_indices, rows_on_host
 
 
 class _Layer(NamedTuple):
@@ -139,16 +140,37 @@ class RowStorage:
         others = (first.with_values(x) for x in layers[1:])
         return HistoryCache((first, *others), times, max_rows)
 
-    def in_pages(self, known: Sequence[UserPages], lengths: list[int]) -> tuple[PagedRows, ...]:
-        """So many rows of each user, from the start of the pages, of each layer."""
+    def in_pages(
+        self,
+        known: Sequence[UserPages],
+        lengths: Sequence[int],
+        width: int,
+        events: tuple[Tensor, int] | None = None,
+    ) -> tuple[PagedRows, ...]:
+        """So many rows of each user, from the start of the pages, of each layer.
+
+        width, events: of the `UserTable`; width is at least the pages of each user."""
         assert self.dtype is not None
-        ends = [*itertools.accumulate(lengths, initial=0)]
-        table = table_of([x.pages for x in known], ends[1:], self.page_rows)
-        offsets = torch.frombuffer(array("q", ends), dtype=torch.int64)
-        tables = HostTables(offsets, Pages(table, self.page_rows, ends[-1]), self.device)
         if self.tables_on_host:
-            return tuple(PagedRows.of(x.rows, x.scales, tables, self.dtype) for x in self._layers)
-        offsets, pages, segmentation = tables.moved
+            users, others = array("i"), array("i", [0]) * width
+            for x, length in zip(known, lengths):
+                users.append(length)
+                users += x.pages
+                users += others[len(x.pages) :]
+            # an empty buffer is an error
+            on_host = torch.frombuffer(users or others, dtype=torch.int32)[: len(users)]
+            shape = len(lengths), 1 + width
+            table = UserTable(
+                on_host.view(shape), self.page_rows, sum(lengths), self.device, events
+            )
+            return tuple([PagedRows.of(x.rows, x.scales, table, self.dtype) for x in self._layers])
+        ends = [*itertools.accumulate(lengths, initial=0)]
+        host_offsets = torch.frombuffer(array("q", ends), dtype=torch.int64)
+        with outside_inference_mode():
+            offsets = host_offsets.to(self.device, non_blocking=True)
+            entries = table_of([x.pages for x in known], ends[1:], self.page_rows)
+            pages = Pages(entries, self.page_rows, ends[-1]).to(self.device)
+        segmentation = segmentation_of(offsets, host_offsets.diff())
         return tuple(
             PagedRows(
                 x.rows,
@@ -164,20 +186,22 @@ class RowStorage:
         self,
         known: Sequence[UserPages],
         lengths: Sequence[int],
-        ranges: Sequence[RowRange],
+        offsets: Tensor,
+        width: int,
         new_timestamps: Any,
     ) -> tuple[PagedRows, ...]:
-        """Of each layer, the users' rows and so many more, which are those of the ranges: the room.
-        new_timestamps: of the events, which are written. A layer refuses wrong ones."""
-        layers = self.in_pages(known, [x.first + x.length + n for x, n in zip(known, lengths)])
-        index = rows_on_host(ranges, self.page_rows)
-        if not self.tables_on_host:
+        """Of each layer, the users' rows and those of new events, with these lengths and offsets,
+        as room. new_timestamps: of the events, which are written. A layer refuses wrong ones."""
+        ends = [x.first + x.length + n for x, n in zip(known, lengths)]
+        layers, index = self.in_pages(known, ends, width, (offsets, sum(lengths))), None
+        if not self.tables_on_host or self.timestamps is not None:
+            index = rows_on_host(ranges_of(known, lengths), self.page_rows)
             index = index.to(self.device, non_blocking=True)
+            times = new_timestamps
+            if isinstance(times, Tensor) and times.shape == index.shape:
+                self.write_timestamps(index, times if times.dtype == torch.int64 else None)
         for rows, own in zip(layers, self._layers):
-            rows.room = Room(index, own.with_spare, own.all_scales)
-        times = new_timestamps
-        if isinstance(times, Tensor) and (times.shape, times.dtype) == (index.shape, torch.int64):
-            self.write_timestamps(index, times)
+            rows.room = Room(own.with_spare, own.all_scales, None if self.tables_on_host else index)
         return layers
 
     def history(self, layers: tuple[PagedRows, ...], max_rows: int | None) -> HistoryCache:
