@@ -20,7 +20,7 @@ from torch import Tensor
 from .containers.candidates import CandidateIndex
 from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
-from .containers.pages import PagedRows, Room, rows_of_events, tables_of
+from .containers.pages import PagedRows, Room, UserTable, rows_of_events, tables_of
 from .scalars import bucket_of, possessive, to_ints
 from .segments import check_offsets, segmentation_of
 from .settings import debug_checks
@@ -164,15 +164,17 @@ class Arguments:
         offsets: Mapping[str, str],
         named_rows: Collection[str] = (),
     ) -> None:
-        named = {
-            names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)
-        } | kwargs
+        named = kwargs
+        if args:
+            named = {
+                names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)
+            } | kwargs
+        # literals: list[Leaf]() and the like take far longer
         self.leaves: list[Leaf] = []
-        self.forms = list[tuple[Any, ...]]()
-        self._devices = set[torch.device]()  # but the host
+        self.forms: list[tuple[Any, ...]] = []
+        self._devices: set[torch.device] = set()  # but the host
         # one buffer for a tensor that is given twice: layers compare offsets by identity
         self._places: dict[tuple[int, str], int] = {}
-        self._users = dict[int, Tensor]()  # of rows in pages, by their tables
         self._offsets = {
             name: _rows_of(name, owner, named)
             for name, owner in offsets.items()
@@ -180,7 +182,7 @@ class Arguments:
         }
         self._unknown: list[tuple[int, CandidateIndex]] = []
         self._named_rows, self._argument = named_rows, None
-        parts = list[tuple[str, tuple[Any, ...]]]()
+        parts: list[tuple[str, tuple[Any, ...]]] = []
         for name, x in named.items():
             self._argument = name if name in named_rows else None
             parts.append((name, self._flatten(name, x)))
@@ -206,8 +208,8 @@ class Arguments:
     def _flatten(self, name: str, x: Any) -> tuple[Any, ...]:
         if x is None:
             return "constant", None
-        if isinstance(x, PagedRows):
-            return self._flatten_pages(name, x)
+        if isinstance(x, PagedRows) and x.host is not None:
+            return self._flatten_pages(name, x, x.host)
         if isinstance(x, Jagged):
             return (
                 "jagged",
@@ -271,36 +273,33 @@ class Arguments:
             f" number or a string, or a tuple, list or dict of these, got {type(x).__name__}"
         )
 
-    def _flatten_pages(self, name: str, x: PagedRows) -> tuple[Any, ...]:
-        table, room, events = x.host, x.room, None
-        key = id(x.pages.table if table is None else table)
-        users = self._users.get(key)  # which all layers share
-        if users is None:
-            users = self._users[key] = x.users
-        if room is not None:
-            stored = _Stored(room.storage, room.scales, room.storage.shape[0] - 1)
-            if table is None or table.events is None:
-                raise TypeError(f"{name} must have room for events by a cache of the graphed module")
-            offsets, count = table.events
-            events = self._add(name, OFFSETS, offsets, count, argument=EVENTS)
-        else:
+    def _flatten_pages(self, name: str, x: PagedRows, table: UserTable) -> tuple[Any, ...]:
+        room, events = x.room, None
+        if room is None:
             stored = _Stored(x.storage, x.scales, -1)
+        else:
+            stored = _Stored(room.storage, room.scales, room.storage.shape[0] - 1)
+            assert table.events is not None
+            events = self._add(name, OFFSETS, *table.events, argument=EVENTS)
         if not x.storage.is_cpu:
             self._devices.add(x.storage.device)
-        page_rows = x.pages.page_rows if table is None else table.page_rows
-        return "pages", stored, self._add(name, USERS, users, x.num_rows), page_rows, events, x.dtype
+        users = self._add(name, USERS, table.users, table.num_rows)
+        return "pages", stored, users, table.page_rows, events, x.dtype
 
     def _add(
         self, name: str, kind: str, x: Tensor, rows: int = -1, argument: str | None = None
     ) -> int:
         leaves, seen = self.leaves, (id(x), kind)
-        place = self._places.setdefault(seen, len(leaves))
-        if place < len(leaves):
+        place = self._places.get(seen)
+        if place is not None:
             return place
+        place = self._places[seen] = len(leaves)
         on_host, shape = x.is_cpu, x.shape
         if not on_host:
             self._devices.add(x.device)
-        size = shape[0] - (kind == OFFSETS) if shape else -1
+        size, *others = shape or (-1,)
+        if kind == OFFSETS:
+            size -= 1
         if argument is None or argument not in self._named_rows:
             argument = self._argument
         keys: tuple[int | str, int | str]
@@ -308,7 +307,7 @@ class Arguments:
             keys = size, rows
         else:
             keys = (size, argument) if kind in (OFFSETS, USERS) else (argument, rows)
-        self.forms.append((kind, x.dtype, shape[1:], on_host))
+        self.forms.append((kind, x.dtype, *others, on_host))
         leaves.append(Leaf(name, kind, x, size, rows, keys))
         return place
 
@@ -454,7 +453,7 @@ class Buffers:
         self._on_device = torch.zeros(end, dtype=torch.uint8, device=device)
         self._on_host = torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
         first = self._on_host.data_ptr()
-        # the places of leaves of integers on the host, with their parts of the memory; of the others
+        # the places of leaves of integers on the host, with their parts of the memory; and others
         self._integers, self._others = list[tuple[int, int, memoryview]](), list[int]()
         self._copied = torch.cuda.Event() if on_gpu and end else None
         for place, (leaf, part, both) in enumerate(zip(leaves, parts, capacities)):
@@ -485,11 +484,13 @@ class Buffers:
         for place, address, memory in self._integers:
             leaf = leaves[place]
             x = leaf.tensor.contiguous()
-            _move(address, x.data_ptr(), x.nbytes)
-            rest = len(memory) - x.numel()
+            size = x.nbytes
+            _move(address, x.data_ptr(), size)
+            rest = memory.nbytes - size
             if rest and leaf.kind in (ROWS, USERS):
-                _fill(address + x.nbytes, 0, rest * x.itemsize)
+                _fill(address + size, 0, rest)
             elif rest:
+                rest //= memory.itemsize
                 memory[-rest:] = _padding(leaf, capacities[place], memory.format, rest)
         for place in self._others:
             pad(self._written[place], leaves[place], capacities[place])

@@ -28,6 +28,7 @@ class UserTable:
     users: int32 `[B, 1 + P]`, the number of rows of each user, then the user's pages, then others.
     num_rows: of all users. device: of the rows.
     events: offsets `[B + 1]` and number of the new events, which are the last rows of the users.
+    tables: offsets and table of `Pages` on the host, if they are made there.
     """
 
     users: Tensor
@@ -35,12 +36,16 @@ class UserTable:
     num_rows: int
     device: torch.device
     events: tuple[Tensor, int] | None = None
+    tables: tuple[Tensor, Tensor] | None = None
 
     @functools.cached_property
     def moved(self) -> tuple[Tensor, Pages, Segmentation]:
         """Offsets, pages and segmentation, on the device."""
         with outside_inference_mode():
-            offsets, table = tables_of(self._on_device, self.page_rows, self.num_rows)
+            if self.tables is None:
+                offsets, table = tables_of(self._on_device, self.page_rows, self.num_rows)
+            else:
+                offsets, table = (x.to(self.device, non_blocking=True) for x in self.tables)
         # the pages are in use as long as either table exists
         weakref.finalize(table.untyped_storage(), _forget, self.users).atexit = False
         pages = Pages(table, self.page_rows, self.num_rows)
@@ -76,15 +81,6 @@ def tables_of(users: Tensor, page_rows: int, num_rows: int) -> tuple[Tensor, Ten
     segments = torch.searchsorted(first[1:], entries, right=True)
     within = (entries - first[segments]).clamp(max=width - 1)  # spare entries: any page
     return offsets, users[segments, within + 1]
-
-
-def users_of(offsets: Tensor, pages: Pages, width: int) -> Tensor:
-    """`UserTable.users` of these tables. width: at least the pages of each user."""
-    segments = torch.arange(offsets.shape[0] - 1, device=offsets.device)
-    first = offsets[:-1].div(pages.page_rows, rounding_mode="trunc") + segments
-    entries = first[:, None] + torch.arange(width, device=offsets.device)
-    table = pages.table[entries.clamp(max=pages.table.shape[0] - 1)]
-    return torch.cat([offsets.diff()[:, None].int(), table], dim=1)
 
 
 def rows_of_events(
@@ -138,25 +134,21 @@ class PagedRows(Jagged):
         rows._scales, rows._container, rows.feature_keys = scales, None, None
         return rows
 
-    @property
-    def users(self) -> Tensor:
-        """As in `UserTable`, on the host if they are there."""
-        if self.host is not None:
-            return self.host.users
-        lengths, count = self.host_lengths, self.pages.num_rows // self.pages.page_rows + 1
-        longest = None if lengths is None else int(lengths.max()) if len(lengths) else 0
-        width = count if longest is None else pages_in_table(longest, self.pages.page_rows)
-        return users_of(self.offsets, self.pages, width)
+    def move(self) -> None:
+        """Make the tables on the device."""
+        assert self.host is not None
+        self.offsets, pages, self._known = self.host.moved
+        self.pages = dataclasses.replace(pages, scales=self._scales)
 
     @property
     def scales(self) -> Tensor | None:
+        """As in `Pages`."""
         return self.pages.scales if self.host is None else self._scales
 
     def __getattr__(self, name: str) -> Any:
         """`values`, and tables on the device, until the first use stores them."""
         if name in ("offsets", "pages", "_known") and self.host is not None:
-            self.offsets, pages, self._known = self.host.moved
-            self.pages = dataclasses.replace(pages, scales=self._scales)
+            self.move()
             return vars(self)[name]
         if name != "values":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -181,10 +173,7 @@ class PagedRows(Jagged):
         must = "keep the dtype of the first put"
         check_equal("the layer's keys and values", must, self.dtype, events.dtype)
         storage, scales, rows = self.room
-        if rows is None:
-            assert self.host is not None
-            rows = self.host.room
-        write_rows(storage, scales, rows, events)
+        write_rows(storage, scales, self.host.room if self.host else rows, events)
 
     def __reduce__(self) -> tuple[object, ...]:
         """A copy has a storage with the pages of its table alone."""
@@ -205,17 +194,11 @@ class PagedRows(Jagged):
 class Room(NamedTuple):
     """Where the last events of `PagedRows` are to be written. storage, scales: those of the rows
     with a spare row behind them, which no page has. rows: int64 `[N]` of the storage, on its
-    device, in the order of the events; None: those of the `UserTable`."""
+    device, in the order of the events, if they are not in a `UserTable`."""
 
     storage: Tensor
-    scales: Tensor | None = None
-    rows: Tensor | None = None
-
-
-def pages_in_table(rows: int, page_rows: int) -> int:
-    """The number of pages in a `UserTable`, where so many rows are the most of any user: a power of
-    2, so that few graphs have all lengths."""
-    return 1 << (-(-rows // page_rows) - 1).bit_length() if rows else 1
+    scales: Tensor | None
+    rows: Any = None
 
 
 def paged_operands(rows: Jagged) -> tuple[Tensor, Pages | None]:

@@ -195,7 +195,7 @@ class PagedHistoryCache:
         users = listed_users(users)
         with self._lock:
             weights, known = self._current_weights(), self._table.users
-            missing = list[Hashable]()
+            missing: list[Hashable] = []
             get, move = known.get, known.move_to_end
             for user in users:
                 x = get(user)
@@ -320,9 +320,10 @@ class PagedHistoryCache:
             self._wait_for_readers()
             table.reserve(users, known, lengths)
         try:
-            layers = self._rows.with_room(
-                known, lengths, wrapped.offsets, table.width, others.get("timestamps")
-            )
+            with self._lock:
+                layers = self._rows.with_room(
+                    table, known, lengths, wrapped.offsets, others.get("timestamps")
+                )
             cached = self._rows.history(layers, self.layer.max_cached_rows)
             outputs, _ = self.layer.append(events, cached, **others)
             with self._ordered():
@@ -487,14 +488,14 @@ class PagedHistoryCache:
 
     def _pin(self, table: PageTable, known: Sequence[UserPages]) -> HistoryCache:
         """The users' rows in their pages, which are pinned as long as their page table exists."""
-        layers = self._rows.in_pages(known, [x.length for x in known], table.width)
+        layers = self._rows.in_pages(table, known, [x.length for x in known])
         pinned = [page for x in known for page in x.pages]
         device = self._rows.device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         table.pin(pinned)
         # which all layers, and what is mapped to other tensors of them, share
-        first = layers[0]
-        shared = (first.pages.table if first.host is None else first.users).untyped_storage()
+        assert layers[0].host is not None
+        shared = layers[0].host.users.untyped_storage()
         weakref.finalize(shared, self._read.append, (pinned, stream)).atexit = False
         return self._rows.history(layers, self.layer.max_cached_rows)
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jagged_kernels.attention.pages import Pages, table_of
+from jagged_kernels.attention.pages import table_of
 from torch import Tensor
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
 from ..containers.pages import PagedRows, Room, UserTable, from_8_bits, gather_pages, write_rows
 from ..scalars import check_equal
-from ..segments import outside_inference_mode, segmentation_of
-from .pages import CacheFull, RowRange, UserPages, ranges_of, row_indices, rows_on_host
+from .pages import CacheFull, PageTable, RowRange, UserPages, ranges_of, row_indices, rows_on_host
 
 
 class _Layer(NamedTuple):
@@ -142,66 +140,51 @@ class RowStorage:
 
     def in_pages(
         self,
+        pages: PageTable,
         known: Sequence[UserPages],
         lengths: Sequence[int],
-        width: int,
         events: tuple[Tensor, int] | None = None,
     ) -> tuple[PagedRows, ...]:
-        """So many rows of each user, from the start of the pages, of each layer.
-
-        width, events: of the `UserTable`; width is at least the pages of each user."""
+        """So many rows of each user, from the start of the pages, of each layer. events: of the
+        `UserTable`."""
         assert self.dtype is not None
-        if self.tables_on_host:
-            users, others = array("i"), array("i", [0]) * width
-            for x, length in zip(known, lengths):
-                users.append(length)
-                users += x.pages
-                users += others[len(x.pages) :]
-            # an empty buffer is an error
-            on_host = torch.frombuffer(users or others, dtype=torch.int32)[: len(users)]
-            shape = len(lengths), 1 + width
-            table = UserTable(
-                on_host.view(shape), self.page_rows, sum(lengths), self.device, events
-            )
-            return tuple([PagedRows.of(x.rows, x.scales, table, self.dtype) for x in self._layers])
-        ends = [*itertools.accumulate(lengths, initial=0)]
-        host_offsets = torch.frombuffer(array("q", ends), dtype=torch.int64)
-        with outside_inference_mode():
-            offsets = host_offsets.to(self.device, non_blocking=True)
+        rows = pages.rows_of(known, lengths) or bytearray(4)  # an empty buffer is an error
+        users, tables = torch.frombuffer(rows, dtype=torch.int32), None
+        users = users.view(len(lengths), -1) if lengths else users[:0].view(0, 1)
+        if not self.tables_on_host:
+            ends = array("q", itertools.accumulate(lengths, initial=0))
             entries = table_of([x.pages for x in known], ends[1:], self.page_rows)
-            pages = Pages(entries, self.page_rows, ends[-1]).to(self.device)
-        segmentation = segmentation_of(offsets, host_offsets.diff())
-        return tuple(
-            PagedRows(
-                x.rows,
-                offsets,
-                dataclasses.replace(pages, scales=x.scales),
-                segmentation,
-                self.dtype,
-            )
-            for x in self._layers
-        )
+            tables = torch.frombuffer(ends, dtype=torch.int64), entries
+        table = UserTable(users, self.page_rows, sum(lengths), self.device, events, tables)
+        layers = [PagedRows.of(x.rows, x.scales, table, self.dtype) for x in self._layers]
+        if tables is not None:
+            for x in layers:
+                x.move()  # torch.compile cannot
+        return tuple(layers)
 
     def with_room(
         self,
+        pages: PageTable,
         known: Sequence[UserPages],
         lengths: Sequence[int],
         offsets: Tensor,
-        width: int,
         new_timestamps: Any,
     ) -> tuple[PagedRows, ...]:
         """Of each layer, the users' rows and those of new events, with these lengths and offsets,
         as room. new_timestamps: of the events, which are written. A layer refuses wrong ones."""
         ends = [x.first + x.length + n for x, n in zip(known, lengths)]
-        layers, index = self.in_pages(known, ends, width, (offsets, sum(lengths))), None
+        layers, index = self.in_pages(pages, known, ends, (offsets, sum(lengths))), None
         if not self.tables_on_host or self.timestamps is not None:
             index = rows_on_host(ranges_of(known, lengths), self.page_rows)
             index = index.to(self.device, non_blocking=True)
+            kind = index.shape, torch.int64
             times = new_timestamps
-            if isinstance(times, Tensor) and times.shape == index.shape:
-                self.write_timestamps(index, times if times.dtype == torch.int64 else None)
+            if isinstance(times, Tensor) and (times.shape, times.dtype) == kind:
+                self.write_timestamps(index, times)
+            if layers[0].host is not None and not self.tables_on_host:
+                layers[0].host.room = index
         for rows, own in zip(layers, self._layers):
-            rows.room = Room(own.with_spare, own.all_scales, None if self.tables_on_host else index)
+            rows.room = Room(own.with_spare, own.all_scales)
         return layers
 
     def history(self, layers: tuple[PagedRows, ...], max_rows: int | None) -> HistoryCache:
