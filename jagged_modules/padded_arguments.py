@@ -29,6 +29,7 @@ UNIT = 8  # capacities are multiples of it, unless the caller lists them
 ROWS, OFFSETS, ORDER, SCALAR = "rows", "offsets", "order", "scalar"
 USERS = "users"  # of rows in pages: `UserTable.users`
 EVENTS = "events"  # the argument of `append`
+Storage = tuple[Tensor, Tensor | None]  # and the scales
 CONSTANTS = (bool, int, float, str, torch.dtype)
 
 
@@ -151,8 +152,9 @@ def _cdiv(x: int, y: int) -> int:
 
 class Arguments:
     """The tensors of a call's arguments, and a hashable description of everything else, `spec`,
-    from which `build` makes arguments. forms: of the leaves, but for their sizes. capacities: of
-    these, by the caller. named_rows: the arguments whose rows have capacities of their own."""
+    from which `build` makes arguments. forms: of the leaves, but for their sizes. storages: of rows
+    in pages, constants of a graph, which keeps them. capacities: of the leaves, by the caller.
+    named_rows: the arguments whose rows have capacities of their own."""
 
     capacities: Sequence[Capacities]
 
@@ -172,6 +174,7 @@ class Arguments:
         # literals: list[Leaf]() and the like take far longer
         self.leaves: list[Leaf] = []
         self.forms: list[tuple[Any, ...]] = []
+        self.storages: list[Storage] = []
         self._devices: set[torch.device] = set()  # but the host
         # one buffer for a tensor that is given twice: layers compare offsets by identity
         self._places: dict[tuple[int, str], int] = {}
@@ -274,17 +277,18 @@ class Arguments:
         )
 
     def _flatten_pages(self, name: str, x: PagedRows, table: UserTable) -> tuple[Any, ...]:
-        room, events = x.room, None
-        if room is None:
-            stored = _Stored(x.storage, x.scales, -1)
-        else:
-            stored = _Stored(room.storage, room.scales, room.storage.shape[0] - 1)
+        room, events, stored = x.room, None, (x.storage, x.scales)
+        if room is not None:
+            stored = room.storage, room.scales
             assert table.events is not None
             events = self._add(name, OFFSETS, *table.events, argument=EVENTS)
         if not x.storage.is_cpu:
             self._devices.add(x.storage.device)
+        self.storages.append(stored)
         users = self._add(name, USERS, table.users, table.num_rows)
-        return "pages", stored, users, table.page_rows, events, x.dtype
+        # a cache's storages are always the same ones
+        of_storages = len(self.storages) - 1, *map(id, stored)
+        return "pages", of_storages, users, table.page_rows, events, x.dtype
 
     def _add(
         self, name: str, kind: str, x: Tensor, rows: int = -1, argument: str | None = None
@@ -331,22 +335,6 @@ class Arguments:
         return found.pop()
 
 
-class _Stored:
-    """The storage of rows in pages, a constant of a graph: equal where it is the same memory. With
-    a spare row, it has that row too."""
-
-    def __init__(self, storage: Tensor, scales: Tensor | None, spare: int) -> None:
-        self.storage, self.scales, self.spare = storage, scales, spare
-        memory = [(x.data_ptr(), x.shape, x.stride()) for x in (storage, scales) if x is not None]
-        self._key = spare, storage.dtype, *memory
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stored) and self._key == other._key
-
-
 def _rows_of(name: str, owner: str, arguments: Mapping[str, Any]) -> int:
     x = arguments.get(owner)
     x = x.values if isinstance(x, Jagged) else x
@@ -358,11 +346,14 @@ def _rows_of(name: str, owner: str, arguments: Mapping[str, Any]) -> int:
 
 
 def build(
-    spec: tuple[int, tuple[Any, ...]], tensors: Sequence[Tensor], rows: Sequence[int]
+    spec: tuple[int, tuple[Any, ...]],
+    storages: Sequence[Storage],
+    tensors: Sequence[Tensor],
+    rows: Sequence[int],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by position and by name, from an `Arguments.spec` and tensors in place of its
-    leaves. rows: that each of them counts, if it is offsets or users."""
-    (count, parts), make = spec, _Build(tensors, rows)
+    """Arguments by position and by name, from the spec and the storages of `Arguments` and tensors
+    in place of its leaves. rows: that each of them counts, if it is offsets or users."""
+    (count, parts), make = spec, _Build(storages, tensors, rows)
     built = [(name, make(part)) for name, part in parts]
     return tuple(x for _, x in built[:count]), dict(built[count:])
 
@@ -370,8 +361,10 @@ def build(
 class _Build:
     """`build` of a part. Layers in pages share their tables."""
 
-    def __init__(self, tensors: Sequence[Any], rows: Sequence[int]) -> None:
-        self._tensors, self._rows = tensors, rows
+    def __init__(
+        self, storages: Sequence[Storage], tensors: Sequence[Any], rows: Sequence[int]
+    ) -> None:
+        self._storages, self._tensors, self._rows = storages, tensors, rows
         self._tables, self._room = dict[int, Any](), dict[tuple[int, int], Tensor]()
 
     def __call__(self, spec: tuple[Any, ...]) -> Any:
@@ -395,17 +388,23 @@ class _Build:
         return built if kind == "list" else tuple(built)
 
     def _pages(
-        self, stored: _Stored, place: int, page_rows: int, events: int | None, dtype: torch.dtype
+        self,
+        stored: tuple[int, ...],
+        place: int,
+        page_rows: int,
+        events: int | None,
+        dtype: torch.dtype,
     ) -> PagedRows:
         users, num_rows = self._tensors[place], self._rows[place]
-        storage, scales, room = stored.storage, stored.scales, None
+        (storage, scales), room = self._storages[stored[0]], None
         if place not in self._tables:
             self._tables[place] = tables_of(users, page_rows, num_rows)
         offsets, table = self._tables[place]
         if events is not None:
             if (place, events) not in self._room:
                 count, ends = self._rows[events], self._tensors[events]
-                written = rows_of_events(users, ends, count, page_rows, stored.spare)
+                spare = storage.shape[0] - 1
+                written = rows_of_events(users, ends, count, page_rows, spare)
                 self._room[place, events] = written
             room = Room(storage, scales, self._room[place, events])
             storage, scales = storage[:-1], None if scales is None else scales[:-1]

@@ -242,7 +242,6 @@ class PagedHistoryCache:
                 table = self._allocate(rows)
                 self._write(users, rows, table.replace(users, _lengths(rows.layers[0]), weights))
 
-    @torch.no_grad()
     def append(
         self,
         users: Sequence[Hashable],
@@ -272,6 +271,9 @@ class PagedHistoryCache:
             CacheFull: the histories, and the pages that selected histories read, need more than
                 max_bytes. Nothing has changed.
         """
+        if torch.is_grad_enabled():  # a decorator takes longer than the check
+            with torch.no_grad():
+                return self.append(users, events, anew=anew, **others)
         check_sequence(anew)
         in_pages = (
             self.layer.append_reads_cache
