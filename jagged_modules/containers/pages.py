@@ -80,7 +80,7 @@ def tables_of(users: Tensor, page_rows: int, num_rows: int) -> tuple[Tensor, Ten
     entries = torch.arange(num_rows // page_rows + size, device=users.device)
     segments = torch.searchsorted(first[1:], entries, right=True)
     within = (entries - first[segments]).clamp(max=width - 1)  # spare entries: any page
-    return offsets, users[segments, within + 1]
+    return offsets, users[:, 1:][segments, within]
 
 
 def rows_of_events(
@@ -93,8 +93,8 @@ def rows_of_events(
     segments = torch.searchsorted(ends, events, right=True)
     rows = events + (users[:, 0] - ends)[segments]
     known = rows.clamp(min=0)
-    pages = users[segments, known.div(page_rows, rounding_mode="trunc") + 1]
-    return torch.where(rows < 0, spare, pages * page_rows + known % page_rows)
+    pages = users[:, 1:][segments, known.div(page_rows, rounding_mode="trunc")]
+    return torch.where(rows < 0, spare, (known % page_rows).add(pages, alpha=page_rows))
 
 
 class PagedRows(Jagged):
@@ -103,6 +103,7 @@ class PagedRows(Jagged):
 
     storage: `[num_pages · page_rows, ...]`, on the device of the pages' table and of offsets.
     host: where these two come from at their first use, and graphs' tables; None: they are there.
+    scales: of `host`, as in `Pages`.
     dtype: of `values`; another one than that of the storage if the pages have scales.
     room: for a layer's `append`, where it writes the keys and values of the new events. The
     offsets and the pages are those of all rows, with the events.
@@ -110,7 +111,7 @@ class PagedRows(Jagged):
 
     room: Room | None = None
     host: UserTable | None = None
-    _scales: Tensor | None = None
+    scales: Tensor | None = None
 
     def __init__(
         self,
@@ -128,22 +129,17 @@ class PagedRows(Jagged):
     def of(
         cls, storage: Tensor, scales: Tensor | None, tables: UserTable, dtype: torch.dtype
     ) -> PagedRows:
-        """Rows whose tables are on the host. scales: as in `Pages`, on the storage's device."""
+        """Rows whose tables are on the host."""
         rows = object.__new__(cls)
         rows.storage, rows.max_seqlen, rows.dtype, rows.host = storage, None, dtype, tables
-        rows._scales, rows._container, rows.feature_keys = scales, None, None
+        rows.scales, rows._container, rows.feature_keys = scales, None, None
         return rows
 
     def move(self) -> None:
         """Make the tables on the device."""
         assert self.host is not None
         self.offsets, pages, self._known = self.host.moved
-        self.pages = dataclasses.replace(pages, scales=self._scales)
-
-    @property
-    def scales(self) -> Tensor | None:
-        """As in `Pages`."""
-        return self.pages.scales if self.host is None else self._scales
+        self.pages = dataclasses.replace(pages, scales=self.scales)
 
     def __getattr__(self, name: str) -> Any:
         """`values`, and tables on the device, until the first use stores them."""

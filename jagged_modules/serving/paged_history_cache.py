@@ -319,7 +319,8 @@ class PagedHistoryCache:
         check_users(users, len(lengths), "events")
         with self._ordered(copies=False):
             table, known = self._check_cached(users, anew)
-            self._wait_for_readers()
+            if self._readers:
+                self._wait_for_readers()
             table.reserve(users, known, lengths)
         try:
             with self._lock:
@@ -330,7 +331,8 @@ class PagedHistoryCache:
             outputs, _ = self.layer.append(events, cached, **others)
             with self._ordered():
                 table.count(known, lengths)
-                self._keep_last(table, users)
+                if self.layer.max_cached_rows is not None:
+                    self._keep_last(table, users)
         except BaseException:
             with self._ordered():
                 table.trim(users)
@@ -398,7 +400,8 @@ class PagedHistoryCache:
         """Hold the lock. On a GPU, copies of one call also wait for those of the call before, which
         may be on another stream. copies: whether this call makes some in the block."""
         with self._lock:
-            self._unpin()
+            if self._read:
+                self._unpin()
             last, stream = self._last_copy, None
             if last is not None:
                 stream = torch.cuda.current_stream(self._rows.device)

@@ -39,7 +39,7 @@ class RowStorage:
     values: keys and values `[rows, layers, H, width]`, with a spare row behind them for padding of
     `jm.graphed`; None before `allocate`.
     scales: `[rows, layers, H]` beside them. timestamps: `[rows]`, if the layer has them.
-    dtype: of the layer's keys and values.
+    dtype: of the layer's keys and values. device: of the rows, from `allocate` on.
     tables_on_host: whether rows in pages keep their tables on the host until they are used.
     """
 
@@ -49,15 +49,11 @@ class RowStorage:
         self.page_rows, self.stored_dtype = page_rows, stored_dtype
         self.tables_on_host = tables_on_host
         self.dtype: torch.dtype | None = None
+        self.device = torch.device("cpu")
         self.values: Tensor | None = None
         self.scales: Tensor | None = None
         self.timestamps: Tensor | None = None
         self._layers: list[_Layer] = []
-
-    @property
-    def device(self) -> torch.device:
-        assert self.values is not None
-        return self.values.device
 
     @property
     def page_bytes(self) -> int:
@@ -95,6 +91,7 @@ class RowStorage:
                 for x in kinds
             )
             assert self.values is not None
+            self.device = self.values.device
             values = self.values.unbind(1)
             scales = [None] * len(values) if self.scales is None else self.scales.unbind(1)
             self._layers = [_Layer.of(*both) for both in zip(values, scales)]
