@@ -61,10 +61,21 @@ class Workload:
         self.histories, self.num_ratings = ranker.histories, max(1, len(ranker.ratings))
         weights = 1 / np.arange(1, self.histories.num_users + 1) ** zipf
         self.popularity = self.random.permutation(weights / weights.sum())
+        users = range(self.histories.num_users)
+        self.has_events = np.array([self.histories.length(user) > 0 for user in users])
 
     def requests(self, count: int) -> list[Request]:
         users = self.random.choice(self.histories.num_users, count, p=self.popularity).tolist()
         return [Request(user, self._items(self.num_candidates), self._events()) for user in users]
+
+    def batch(self, users: int, with_events: int, candidates: int) -> list[Request]:
+        """Requests of different users who have a history, the first of whom have a new event."""
+        known = self.popularity * self.has_events
+        drawn = self.random.choice(len(known), users, replace=False, p=known / known.sum())
+        return [
+            Request(user, self._items(candidates), self._event() if i < with_events else NONE)
+            for i, user in enumerate(drawn.tolist())
+        ]
 
     def arrivals(self, rate: float, seconds: float) -> np.ndarray:
         """Times in seconds of a Poisson process."""
@@ -75,8 +86,9 @@ class Workload:
         return self.random.integers(self.histories.num_items, size=count)
 
     def _events(self) -> NewEvents:
-        if self.random.random() >= self.new_events:
-            return NONE
+        return NONE if self.random.random() >= self.new_events else self._event()
+
+    def _event(self) -> NewEvents:
         return NewEvents(self._items(1), self.random.integers(self.num_ratings, size=1))
 
 

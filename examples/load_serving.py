@@ -24,7 +24,7 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -39,7 +39,7 @@ from matplotlib.figure import Figure
 from serving_app import Service, ServiceLimits, tune_process
 from serving_batcher import Limits
 from serving_models import CACHE_DTYPES, DTYPES, add_ranker_options, make_ranker, uses_graphs
-from serving_rankers import Ranker
+from serving_rankers import NONE, Ranker, Request
 from training import PICTURE_STYLE, HelpFormatter, pick_device, write_atomically
 
 FRACTIONS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.2)  # of the throughput of a full queue
@@ -414,37 +414,63 @@ def show(results: list[Result], limit_ms: float, picture: Path) -> None:
 # -- batches without a queue -----------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Form:
+    """Batches of so many users who are cached, some of whom have a new event."""
+
+    users: int
+    with_events: int
+    candidates: int
+
+    def draw(self, workload: Workload, rounds: int) -> list[list[Request]]:
+        """A batch for each round."""
+        return [
+            workload.batch(self.users, self.with_events, self.candidates) for _ in range(rounds)
+        ]
+
+
 def time_batches(
-    rankers: Sequence[Ranker], workload: Workload, users: int, rounds: int
-) -> list[float]:
-    """Median milliseconds of a batch of requests, of each ranker, of users that are cached. They
-    alternate on the same batches, so other load meets all alike."""
-    milliseconds: list[list[float]] = [[] for _ in rankers]
-    drawn = [{x.user: x for x in workload.requests(users)} for _ in range(rounds)]
-    # the first pass fills the cache, the second one compiles and captures what appends events
-    for number, batch in enumerate(drawn * 3):
-        for ranker, times in zip(rankers, milliseconds, strict=True):
-            begin = time.perf_counter()
-            ranker.score(list(batch.values()))
-            if number >= 2 * rounds:
-                times.append(1e3 * (time.perf_counter() - begin))
-    return [median(times) for times in milliseconds]
+    rankers: Sequence[Ranker], forms: Sequence[Form], workload: Workload, rounds: int
+) -> dict[Form, list[float]]:
+    """Median milliseconds of a batch of each form, of each ranker.
+
+    A round has one batch of each form, which all rankers score in turn: what changes with time, as
+    clocks and other load do, meets all of them alike. The same rounds were run before, so that all
+    is compiled, captured and allocated. Before each batch its users are scored without events, so
+    they are cached, and the events of a round are forgotten after it.
+    """
+    batches = {form: form.draw(workload, rounds) for form in forms}
+    times: dict[Form, list[list[float]]] = {form: [[] for _ in rankers] for form in forms}
+    for number in [*range(rounds), *range(rounds)]:
+        for form in forms:
+            batch = batches[form][number]
+            for ranker, own in zip(rankers, times[form], strict=True):
+                ranker.score([replace(x, events=NONE) for x in batch])
+                begin = time.perf_counter()
+                ranker.score(batch)
+                own.append(1e3 * (time.perf_counter() - begin))
+        for ranker in rankers:
+            ranker.forget()
+    return {form: [median(own[rounds:]) for own in of_form] for form, of_form in times.items()}
 
 
 def print_batches(options: argparse.Namespace) -> None:
-    """A table of the time of a batch, by candidates, of each way to serve."""
+    """A table of the time of a batch of each form, of each way to serve."""
     ways = ways_to_serve(options)
     rankers = [way.make_ranker(options) for way in ways.values()]
-    print(
-        f"| candidates | {' | '.join(f'{way}, ms' for way in ways)} |\n|{'---|' * (1 + len(ways))}"
-    )
-    for candidates in options.candidates:
-        for ranker in rankers:
-            ranker.forget()
-        workload = Workload(rankers[0], candidates, options.new_events, options.zipf)
-        tune_process()
-        times = time_batches(rankers, workload, options.max_users, options.batches)
-        print(f"| {candidates:,} | {' | '.join(f'{x:.1f}' for x in times)} |", flush=True)
+    workload = Workload(rankers[0], 0, 0, options.zipf)
+    forms = [
+        Form(users, with_events, candidates)
+        for users in options.batch_users
+        for with_events in sorted({0, round(options.new_events * users), users})
+        for candidates in options.candidates
+    ]
+    tune_process()
+    names = " | ".join(f"{way}, ms" for way in ways)
+    print(f"| users | with a new event | candidates | {names} |\n|{'---|' * (3 + len(ways))}")
+    for form, times in time_batches(rankers, forms, workload, options.batches).items():
+        cells = f"{form.users} | {form.with_events} | {form.candidates:,}"
+        print(f"| {cells} | {' | '.join(f'{x:.3f}' for x in times)} |", flush=True)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -533,7 +559,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--batches",
         type=int,
         default=0,
-        help="only time so many batches, without a queue, of each way in turn",
+        help="only time so many batches of each form, without a queue, of each way in turn",
+    )
+    add(
+        "--batch-users",
+        type=int,
+        nargs="+",
+        default=[1, 32],
+        help="users of such batches, of whom none, the fraction --new-events, or all have an event",
     )
     add("--soak", type=int, default=0, help="seconds at one rate, to see whether the memory grows")
     add(

@@ -60,9 +60,9 @@ class Histories:
         self._added: dict[int, tuple[np.ndarray, int, int]] = {}
 
     def length(self, user: int) -> int:
-        first, last = self._rows(user)
+        row, offset = min(user, self.num_users), self._offsets.item
         _, begin, end = self._added.get(user, _NOTHING)
-        return last - first + end - begin
+        return offset(row + 1) - offset(row) + end - begin
 
     def longest(self) -> int:
         """The user of the longest history of the log."""

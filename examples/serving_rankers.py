@@ -195,8 +195,9 @@ class Ranker(ABC):
             events := [event for user, x in new.items() for event in self._published(user, x)]
         ):
             self.store.append(events)
+        add, keep = self.histories.add, self.longest_window
         for user, x in new.items():
-            self.histories.add(user, x, self.longest_window)
+            add(user, x, keep)
 
     def _published(self, user: int, events: NewEvents) -> list[StoredEvent]:
         name, items, ratings = str(self.histories.users[user]), self.histories.items, self.ratings
@@ -487,7 +488,8 @@ class RankingRanker(Ranker):
     ) -> tuple[np.ndarray, list[int]]:
         """The last events of fresh users, one user after another, [L, columns], of which the first
         are items and ratings; and the numbers of all users' events."""
-        items, ratings = list[np.ndarray](), list[np.ndarray]()
+        items: list[np.ndarray] = []
+        ratings: list[np.ndarray] = []
         collect, new = self.histories.collect, batch.new.get
         lengths = [
             collect(user, new(user, NONE), count, items, ratings) if user in fresh else 0
@@ -572,9 +574,7 @@ class SequenceRanker(Ranker):
         )
 
     def _score(self, batch: Batch) -> torch.Tensor:
-        begins, joint = self._to_encode(batch), self._encodes_and_scores
-        encoded = batch.counts if joint else [user for user in batch.counts if user in begins]
-        ids = self._positioned(batch, encoded, begins) if begins else None
+        encoded, anew, ids = self._to_encode(batch)
         candidates = _jagged(batch.candidates[:, None], batch.counts.values())
         self.stages.end("lookup")
         if self.cache is None:
@@ -582,59 +582,63 @@ class SequenceRanker(Ranker):
         if len(self._encoded) > 2 * len(self.cache) + 1024:
             self._encoded.keep(set(self.cache.users()))
         scores = None
-        if begins:
-            self._encoded.assign(begins)
-            others: dict[str, Any] = dict(targets=candidates) if joint else {}
-            anew = [user for user, begin in begins.items() if not begin]
+        if ids is not None:
+            self._encoded.assign(encoded)
+            others: dict[str, Any] = dict(targets=candidates) if self._encodes_and_scores else {}
             rows = self._encoded.of(encoded)
-            scores = self._append(list(encoded), ids, anew, rows=rows, **others)
+            scores = self._append(encoded, ids, anew, rows=rows, **others)
         self.stages.end("cache")
         if scores is not None:
             return scores
         return self.run(targets=candidates, rows=self._encoded.of(batch.counts))
 
-    def _to_encode(self, batch: Batch) -> dict[int, int]:
-        """The users with events to encode, and how many cached events of each of them they
-        follow."""
-        users = batch.counts
-        begins = dict.fromkeys(users if self.cache is None else self.cache.missing(users), 0)
-        num_appended = 0
-        for user, events in batch.new.items():
-            if user not in begins:
-                length = self.histories.length(user)
-                # when a window is outgrown, all positions change
-                outgrown = length + len(events.item) > self.max_history
-                begins[user] = 0 if outgrown else length
-                num_appended += not outgrown
-        self.counts["encoded"] += len(begins) - num_appended
-        self.counts["appended"] += num_appended
-        self.counts["reused"] += len(users) - len(begins)
-        return begins
-
-    def _positioned(
-        self, batch: Batch, users: Iterable[int], begins: Mapping[int, int]
-    ) -> jm.Jagged:
-        """The items of the events to encode, and their positions from `begins` on. Not all users
-        have such events."""
-        items, spans, lengths = list[np.ndarray](), list[np.ndarray](), list[int]()
-        new, count = batch.new.get, self.max_history
+    def _to_encode(self, batch: Batch) -> tuple[list[int], list[int], jm.Jagged | None]:
+        """The users with events to encode, and all others if one step encodes and scores; those of
+        them whose histories begin with these events; and the items of the events and their
+        positions, None if there are none."""
+        users, new, most = batch.counts, batch.new, self.max_history
+        missing: Container[int] = users if self.cache is None else set(self.cache.missing(users))
+        if not (missing or new):
+            self.counts["reused"] += len(users)
+            return [], [], None
+        items: list[np.ndarray] = []
+        spans: list[np.ndarray] = []
+        encoded: list[int] = []
+        lengths: list[int] = []
+        anew: list[int] = []
+        joint, histories, positions, kept = (
+            self._encodes_and_scores,
+            self.histories,
+            self._positions,
+            0,
+        )
         for user in users:
-            begin = begins.get(user)
-            if begin is None:
-                lengths.append(0)
-                continue
-            events = new(user, NONE)
-            if begin:
-                items.append(events.item)
+            events, begin = new.get(user, NONE), 0
+            if user not in missing:
                 length = len(events.item)
+                if not length:
+                    kept += 1
+                    if joint:
+                        encoded.append(user)
+                        lengths.append(0)
+                    continue
+                begin = histories.length(user)
+            # when a window is outgrown, all positions change
+            if begin and begin + length <= most:
+                items.append(events.item)
             else:
-                length = self.histories.collect(user, events, count, items)
+                begin, length = 0, histories.collect(user, events, most, items)
+                anew.append(user)
+            encoded.append(user)
             lengths.append(length)
-            spans.append(self._positions[begin : begin + length])
+            spans.append(positions[begin : begin + length])
+        self.counts["encoded"] += len(anew)
+        self.counts["appended"] += len(spans) - len(anew)
+        self.counts["reused"] += kept
         values = np.empty((sum(lengths), 2), np.int64)
         np.concatenate(items, out=values[:, 0])
         np.concatenate(spans, out=values[:, 1])
-        return _jagged(values, lengths)
+        return encoded, anew, _jagged(values, lengths)
 
     def attention(self, user: int, candidates: np.ndarray) -> None:
         """None: candidates do not attend to the history."""

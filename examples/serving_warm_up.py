@@ -54,6 +54,9 @@ def _capture_graphs(ranker: Ranker, max_users: int, max_candidates: int) -> None
     """Score a batch of each combination of capacities, of users who are not in the log: so they
     have any number of events. `longest` of padded models has graphs of its own."""
     rows = _smallest("events", max_users * ranker.max_history)
+    if ranker.cache is not None:  # graphs of fewer pages per user are not used behind it
+        with suppress(jm.CacheFull):
+            ranker.score(_new_users(ranker, 0, ranker.max_history))
     kept = [0] if ranker.cache is None else _smallest("kept", max_users * ranker.max_history)
     for cached in kept:
         ranker.forget()

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .padded_arguments import OFFSETS, SCALAR, STORAGE, TABLE, Arguments, Buffers, build
+from .padded_arguments import OFFSETS, SCALAR, Arguments, Buffers, build
 from .tracing import rehearsal
 
 WARM_UPS = 2  # the first run compiles kernels, the second launches them as later ones do
@@ -100,7 +100,8 @@ class Step:
         pool: Any,
     ) -> None:
         capacities = arguments.capacities
-        self._module, self._spec, self._trained = module, arguments.spec, trained
+        self._module, self._trained = module, trained
+        self._spec, self._storages = arguments.spec, arguments.storages
         self._kinds = [leaf.kind for leaf in arguments.leaves]
         self._parameters = (
             {name: x for name, x in module.named_parameters() if x.requires_grad} if trained else {}
@@ -146,7 +147,7 @@ class Step:
             aliases = {name: x.detach().requires_grad_() for name, x in self._parameters.items()}
             # those that get gradients: of the leaves, then of the parameters
             self._inputs = [*(x for x in leaves if x.requires_grad), *aliases.values()]
-            args, kwargs = build(self._spec, leaves, self._rows)
+            args, kwargs = build(self._spec, self._storages, leaves, self._rows)
             result = torch.func.functional_call(self._module, aliases, args, kwargs)
             flat, self._structure = tree_flatten(result)
             is_first = self._results is None
@@ -177,7 +178,7 @@ class Step:
         sizes = {
             len(buffer) - (kind == OFFSETS)
             for buffer, kind in zip(self.buffers, self._kinds)
-            if kind not in (SCALAR, STORAGE, TABLE)
+            if kind != SCALAR
         }
         if not x.dim() or x.shape[0] not in sizes:
             raise ValueError(

@@ -20,16 +20,16 @@ from torch import Tensor
 from .containers.candidates import CandidateIndex
 from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
-from .containers.pages import PagedRows, Room
+from .containers.pages import PagedRows, Room, UserTable, rows_of_events, tables_of
 from .scalars import bucket_of, possessive, to_ints
 from .segments import check_offsets, segmentation_of
 from .settings import debug_checks
 
 UNIT = 8  # capacities are multiples of it, unless the caller lists them
 ROWS, OFFSETS, ORDER, SCALAR = "rows", "offsets", "order", "scalar"
-# of rows in pages: the storage, which stays where it is; the page table; the rows that are written
-STORAGE, TABLE, ROOM = "storage", "table", "room"
+USERS = "users"  # of rows in pages: `UserTable.users`
 EVENTS = "events"  # the argument of `append`
+Storage = tuple[Tensor, Tensor | None]  # and the scales
 CONSTANTS = (bool, int, float, str, torch.dtype)
 
 
@@ -61,17 +61,15 @@ class Capacities(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A tensor among the arguments. size: of its first dimension; of offsets and page tables, the
-    number of segments. rows: that these count. number: of a page table, the rows of a page; of rows
-    that are written, the one that padding is written to. keys: what the capacities of size and rows
-    depend on: these numbers, or the argument whose rows have capacities of their own."""
+    """A tensor among the arguments. size: of its first dimension; of offsets and users, the number
+    of segments. rows: that these count. keys: what the capacities of size and rows depend on: these
+    numbers, or the argument whose rows have capacities of their own."""
 
     name: str
     kind: str
     tensor: Tensor
     size: int = -1
     rows: int = -1
-    number: int = 0
     keys: tuple[int | str, int | str] = (-1, -1)
 
     def shape(self, capacities: Capacities) -> tuple[int, ...]:
@@ -79,8 +77,6 @@ class Leaf(NamedTuple):
         x = self.tensor.shape
         if self.kind == SCALAR:
             return tuple(x)
-        if self.kind == TABLE:
-            return (capacities.rows // self.number + capacities.size,)
         return capacities.size + (self.kind == OFFSETS), *x[1:]
 
 
@@ -97,7 +93,7 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] 
     """
     numbers: dict[int | str, int] = {}
     segments: dict[int | str, list[int | str]] = {}
-    for _, kind, _, size, rows, _, (size_key, rows_key) in leaves:
+    for _, kind, _, size, rows, (size_key, rows_key) in leaves:
         if kind == OFFSETS:
             counted = segments.setdefault(size_key, [])
             if rows_key == rows:  # padding of named arguments is in the segments that there are
@@ -156,8 +152,9 @@ def _cdiv(x: int, y: int) -> int:
 
 class Arguments:
     """The tensors of a call's arguments, and a hashable description of everything else, `spec`,
-    from which `build` makes arguments. forms: of the leaves, but for their sizes. capacities: of
-    these, by the caller. named_rows: the arguments whose rows have capacities of their own."""
+    from which `build` makes arguments. forms: of the leaves, but for their sizes. storages: of rows
+    in pages, constants of a graph, which keeps them. capacities: of the leaves, by the caller.
+    named_rows: the arguments whose rows have capacities of their own."""
 
     capacities: Sequence[Capacities]
 
@@ -169,12 +166,16 @@ class Arguments:
         offsets: Mapping[str, str],
         named_rows: Collection[str] = (),
     ) -> None:
-        named = {
-            names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)
-        } | kwargs
+        named = kwargs
+        if args:
+            named = {
+                names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)
+            } | kwargs
+        # literals: list[Leaf]() and the like take far longer
         self.leaves: list[Leaf] = []
-        self.forms = list[tuple[Any, ...]]()
-        self._devices = set[torch.device]()  # but the host
+        self.forms: list[tuple[Any, ...]] = []
+        self.storages: list[Storage] = []
+        self._devices: set[torch.device] = set()  # but the host
         # one buffer for a tensor that is given twice: layers compare offsets by identity
         self._places: dict[tuple[int, str], int] = {}
         self._offsets = {
@@ -184,7 +185,7 @@ class Arguments:
         }
         self._unknown: list[tuple[int, CandidateIndex]] = []
         self._named_rows, self._argument = named_rows, None
-        parts = list[tuple[str, tuple[Any, ...]]]()
+        parts: list[tuple[str, tuple[Any, ...]]] = []
         for name, x in named.items():
             self._argument = name if name in named_rows else None
             parts.append((name, self._flatten(name, x)))
@@ -210,8 +211,8 @@ class Arguments:
     def _flatten(self, name: str, x: Any) -> tuple[Any, ...]:
         if x is None:
             return "constant", None
-        if isinstance(x, PagedRows):
-            return self._flatten_pages(name, x)
+        if isinstance(x, PagedRows) and x.host is not None:
+            return self._flatten_pages(name, x, x.host)
         if isinstance(x, Jagged):
             return (
                 "jagged",
@@ -275,54 +276,43 @@ class Arguments:
             f" number or a string, or a tuple, list or dict of these, got {type(x).__name__}"
         )
 
-    def _flatten_pages(self, name: str, x: PagedRows) -> tuple[Any, ...]:
-        offsets, pages, scales = x.tables
-        rows, page_rows, storage, room = pages.num_rows, pages.page_rows, x.storage, None
-        if x.room is not None:  # the storage with the spare row, of which the other one is a part
-            written, storage, scales = x.room
-            room = self._add(name, ROOM, written, number=storage.shape[0] - 1)
-        return (
-            "pages",
-            self._add(name, STORAGE, storage),
-            self._add(name, OFFSETS, offsets, rows),
-            self._add(name, TABLE, pages.table, rows, offsets.shape[0] - 1, page_rows),
-            page_rows,
-            room,
-            None if scales is None else self._add(name, STORAGE, scales),
-            x.dtype,
-        )
+    def _flatten_pages(self, name: str, x: PagedRows, table: UserTable) -> tuple[Any, ...]:
+        room, events, stored = x.room, None, (x.storage, x.scales)
+        if room is not None:
+            stored = room.storage, room.scales
+            assert table.events is not None
+            events = self._add(name, OFFSETS, *table.events, argument=EVENTS)
+        if not x.storage.is_cpu:
+            self._devices.add(x.storage.device)
+        self.storages.append(stored)
+        users = self._add(name, USERS, table.users, table.num_rows)
+        # a cache's storages are always the same ones
+        of_storages = len(self.storages) - 1, *map(id, stored)
+        return "pages", of_storages, users, table.page_rows, events, x.dtype
 
     def _add(
-        self,
-        name: str,
-        kind: str,
-        x: Tensor,
-        rows: int = -1,
-        size: int | None = None,
-        number: int = 0,
+        self, name: str, kind: str, x: Tensor, rows: int = -1, argument: str | None = None
     ) -> int:
         leaves, seen = self.leaves, (id(x), kind)
-        place = self._places.setdefault(seen, len(leaves))
-        if place < len(leaves):
+        place = self._places.get(seen)
+        if place is not None:
             return place
-        on_host, shape, argument, memory = x.is_cpu, x.shape, self._argument, None
+        place = self._places[seen] = len(leaves)
+        on_host, shape = x.is_cpu, x.shape
         if not on_host:
             self._devices.add(x.device)
+        size, *others = shape or (-1,)
+        if kind == OFFSETS:
+            size -= 1
+        if argument is None or argument not in self._named_rows:
+            argument = self._argument
         keys: tuple[int | str, int | str]
-        if kind == STORAGE:
-            size, memory = -1, (x.data_ptr(), shape, x.stride())
+        if argument is None or size < 0:
             keys = size, rows
         else:
-            if size is None:
-                size = shape[0] - (kind == OFFSETS) if shape else -1
-            if kind == ROOM and EVENTS in self._named_rows:  # where the events are written
-                argument = EVENTS
-            if argument is None or size < 0:
-                keys = size, rows
-            else:
-                keys = (size, argument) if kind in (OFFSETS, TABLE) else (argument, rows)
-        self.forms.append((kind, x.dtype, shape[1:], on_host, memory))
-        leaves.append(Leaf(name, kind, x, size, rows, number, keys))
+            keys = (size, argument) if kind in (OFFSETS, USERS) else (argument, rows)
+        self.forms.append((kind, x.dtype, *others, on_host))
+        leaves.append(Leaf(name, kind, x, size, rows, keys))
         return place
 
     def _candidates(self, name: str, index: CandidateIndex) -> int:
@@ -356,44 +346,72 @@ def _rows_of(name: str, owner: str, arguments: Mapping[str, Any]) -> int:
 
 
 def build(
-    spec: tuple[int, tuple[Any, ...]], tensors: Sequence[Tensor], rows: Sequence[int]
+    spec: tuple[int, tuple[Any, ...]],
+    storages: Sequence[Storage],
+    tensors: Sequence[Tensor],
+    rows: Sequence[int],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by position and by name, from an `Arguments.spec` and tensors in place of its
-    leaves. rows: that each of them counts, if it is offsets."""
-    count, parts = spec
-    built = [(name, _build(part, tensors, rows)) for name, part in parts]
+    """Arguments by position and by name, from the spec and the storages of `Arguments` and tensors
+    in place of its leaves. rows: that each of them counts, if it is offsets or users."""
+    (count, parts), make = spec, _Build(storages, tensors, rows)
+    built = [(name, make(part)) for name, part in parts]
     return tuple(x for _, x in built[:count]), dict(built[count:])
 
 
-def _build(spec: tuple[Any, ...], tensors: Sequence[Any], rows: Sequence[int]) -> Any:
-    kind, *parts = spec
-    if kind == "tensor":
-        return tensors[parts[0]]
-    if kind == "jagged":
-        return Jagged.unchecked(tensors[parts[0]], tensors[parts[1]], parts[2])
-    if kind == "index":
-        return CandidateIndex(*(None if place is None else tensors[place] for place in parts))
-    if kind == "dict":
-        return {key: _build(part, tensors, rows) for key, part in parts[0]}
-    if kind == "constant":
-        return parts[0]
-    if kind == "history":
-        layers, timestamps = (_build(part, tensors, rows) for part in parts[:2])
-        return HistoryCache(layers, timestamps, parts[2])
-    if kind == "pages":
-        place, _, table, page_rows, room, scales, dtype = parts
-        offsets: int = parts[1]
-        storage, factors = tensors[place], None if scales is None else tensors[scales]
-        written = None if room is None else Room(tensors[room], storage, factors)
-        if written is not None:
-            storage, factors = storage[:-1], None if factors is None else factors[:-1]
-        pages = Pages(tensors[table], page_rows, rows[offsets], factors)
-        segmentation = segmentation_of(tensors[offsets])
-        x = PagedRows(storage, tensors[offsets], pages, segmentation, dtype)
-        x.room = written
+class _Build:
+    """`build` of a part. Layers in pages share their tables."""
+
+    def __init__(
+        self, storages: Sequence[Storage], tensors: Sequence[Any], rows: Sequence[int]
+    ) -> None:
+        self._storages, self._tensors, self._rows = storages, tensors, rows
+        self._tables, self._room = dict[int, Any](), dict[tuple[int, int], Tensor]()
+
+    def __call__(self, spec: tuple[Any, ...]) -> Any:
+        (kind, *parts), tensors = spec, self._tensors
+        if kind == "tensor":
+            return tensors[parts[0]]
+        if kind == "jagged":
+            return Jagged.unchecked(tensors[parts[0]], tensors[parts[1]], parts[2])
+        if kind == "index":
+            return CandidateIndex(*(None if place is None else tensors[place] for place in parts))
+        if kind == "dict":
+            return {key: self(part) for key, part in parts[0]}
+        if kind == "constant":
+            return parts[0]
+        if kind == "history":
+            layers, timestamps = map(self, parts[:2])
+            return HistoryCache(layers, timestamps, parts[2])
+        if kind == "pages":
+            return self._pages(*parts)
+        built = [self(part) for part in parts[0]]
+        return built if kind == "list" else tuple(built)
+
+    def _pages(
+        self,
+        stored: tuple[int, ...],
+        place: int,
+        page_rows: int,
+        events: int | None,
+        dtype: torch.dtype,
+    ) -> PagedRows:
+        users, num_rows = self._tensors[place], self._rows[place]
+        (storage, scales), room = self._storages[stored[0]], None
+        if place not in self._tables:
+            self._tables[place] = tables_of(users, page_rows, num_rows)
+        offsets, table = self._tables[place]
+        if events is not None:
+            if (place, events) not in self._room:
+                count, ends = self._rows[events], self._tensors[events]
+                spare = storage.shape[0] - 1
+                written = rows_of_events(users, ends, count, page_rows, spare)
+                self._room[place, events] = written
+            room = Room(storage, scales, self._room[place, events])
+            storage, scales = storage[:-1], None if scales is None else scales[:-1]
+        pages = Pages(table, page_rows, num_rows, scales)
+        x = PagedRows(storage, offsets, pages, segmentation_of(offsets), dtype)
+        x.room = room
         return x
-    built = [_build(part, tensors, rows) for part in parts[0]]
-    return built if kind == "list" else tuple(built)
 
 
 # -- buffers ---------------------------------------------------------------------------------------
@@ -424,7 +442,7 @@ class Buffers:
         self._written: list[Tensor] = []  # by `pad`
         parts, end = list[tuple[int, int] | None](), 0  # of the leaves, in bytes
         for leaf, both in zip(leaves, capacities):
-            if leaf.tensor.is_cpu and leaf.kind != STORAGE:
+            if leaf.tensor.is_cpu:
                 size = math.prod(leaf.shape(both)) * leaf.tensor.element_size()
                 parts.append((end, end + size))
                 end += -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -434,8 +452,7 @@ class Buffers:
         self._on_device = torch.zeros(end, dtype=torch.uint8, device=device)
         self._on_host = torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
         first = self._on_host.data_ptr()
-        # the places of leaves of integers on the host, with their parts of the memory; those of the
-        # others but storages
+        # the places of leaves of integers on the host, with their parts of the memory; and others
         self._integers, self._others = list[tuple[int, int, memoryview]](), list[int]()
         self._copied = torch.cuda.Event() if on_gpu and end else None
         for place, (leaf, part, both) in enumerate(zip(leaves, parts, capacities)):
@@ -445,11 +462,9 @@ class Buffers:
                 memory = (ctypes.c_ubyte * (part[1] - part[0])).from_address(address)
                 numbers = memoryview(memory).cast("B").cast(_TYPECODES[x.dtype])
                 self._integers.append((place, address, numbers))
-            elif leaf.kind != STORAGE:
+            else:
                 self._others.append(place)
-            if leaf.kind == STORAGE:
-                buffer = written = x
-            elif part is not None:
+            if part is not None:
                 written, buffer = (
                     whole[slice(*part)].view(x.dtype).view(shape)
                     for whole in (self._on_host, self._on_device)
@@ -468,11 +483,13 @@ class Buffers:
         for place, address, memory in self._integers:
             leaf = leaves[place]
             x = leaf.tensor.contiguous()
-            _move(address, x.data_ptr(), x.nbytes)
-            rest = len(memory) - x.numel()
-            if rest and leaf.kind in (ROWS, TABLE):
-                _fill(address + x.nbytes, 0, rest * x.itemsize)
+            size = x.nbytes
+            _move(address, x.data_ptr(), size)
+            rest = memory.nbytes - size
+            if rest and leaf.kind in (ROWS, USERS):
+                _fill(address + size, 0, rest)
             elif rest:
+                rest //= memory.itemsize
                 memory[-rest:] = _padding(leaf, capacities[place], memory.format, rest)
         for place in self._others:
             pad(self._written[place], leaves[place], capacities[place])
@@ -500,13 +517,11 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Capacities) -> None:
         if leaf.kind == ORDER:
             torch.arange(size, len(buffer), out=buffer[size:], device=buffer.device)
         elif size < len(buffer):
-            buffer[size:].fill_(leaf.number if leaf.kind == ROOM else 0)
+            buffer[size:].zero_()
 
 
 def _padding(leaf: Leaf, capacities: Capacities, typecode: str, count: int) -> array[int]:
     """So many numbers behind a leaf's own, as `pad` writes them."""
-    if leaf.kind == ROOM:
-        return array(typecode, [leaf.number]) * count
     if leaf.kind == ORDER:
         return array(typecode, range(leaf.size, leaf.size + count))
     last = capacities.rows

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from jagged_kernels.attention.pages import Pages
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..scalars import check_equal
 from ..segments import Segmentation, outside_inference_mode, segmentation_of
@@ -20,28 +21,80 @@ DTYPES_OF_8_BITS = torch.int8, torch.float8_e4m3fn
 
 
 @dataclasses.dataclass(eq=False)
-class HostTables:
-    """The offsets and the page table of rows in pages, on the host, where `jm.graphed` takes them
-    from. All layers share them, and their copy on the rows' device, which the first use makes."""
+class UserTable:
+    """Which pages have the rows of which user, on the host, where `jm.graphed` takes it from. All
+    layers share it, and what follows from it on the rows' device, which the first use makes.
 
-    offsets: Tensor
-    pages: Pages
+    users: int32 `[B, 1 + P]`, the number of rows of each user, then the user's pages, then others.
+    num_rows: of all users. device: of the rows.
+    events: offsets `[B + 1]` and number of the new events, which are the last rows of the users.
+    tables: offsets and table of `Pages` on the host, if they are made there.
+    """
+
+    users: Tensor
+    page_rows: int
+    num_rows: int
     device: torch.device
+    events: tuple[Tensor, int] | None = None
+    tables: tuple[Tensor, Tensor] | None = None
 
     @functools.cached_property
     def moved(self) -> tuple[Tensor, Pages, Segmentation]:
         """Offsets, pages and segmentation, on the device."""
         with outside_inference_mode():
-            offsets = self.offsets.to(self.device, non_blocking=True)
-            pages = self.pages.to(self.device)
-        own, copied = self.pages.table, pages.table
-        if copied is not own:  # the pages are in use as long as either table exists
-            weakref.finalize(copied.untyped_storage(), _forget, own).atexit = False
-        return offsets, pages, segmentation_of(offsets, self.offsets.diff())
+            if self.tables is None:
+                offsets, table = tables_of(self._on_device, self.page_rows, self.num_rows)
+            else:
+                offsets, table = (x.to(self.device, non_blocking=True) for x in self.tables)
+        # the pages are in use as long as either table exists
+        weakref.finalize(table.untyped_storage(), _forget, self.users).atexit = False
+        pages = Pages(table, self.page_rows, self.num_rows)
+        return offsets, pages, segmentation_of(offsets, self.users[:, 0].long())
+
+    @functools.cached_property
+    def room(self) -> Tensor:
+        """The rows that the new events are written to, on the device."""
+        assert self.events is not None
+        offsets, count = self.events
+        offsets = offsets.to(self.device, non_blocking=True)
+        return rows_of_events(self._on_device, offsets, count, self.page_rows, -1)
+
+    @functools.cached_property
+    def _on_device(self) -> Tensor:
+        return self.users.to(self.device, non_blocking=True)
 
 
 def _forget(table: Tensor) -> None:
     """Called with what was kept until now."""
+
+
+# Graphs compute these, so they have few operators.
+
+
+def tables_of(users: Tensor, page_rows: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The offsets `[B + 1]` and the table of `Pages` of the users of a `UserTable`."""
+    size, width = users.shape[0], users.shape[1] - 1
+    offsets = pad(users[:, 0].cumsum(0), (1, 0))
+    segments = torch.arange(size, device=users.device)
+    first = offsets[:-1].div(page_rows, rounding_mode="trunc") + segments
+    entries = torch.arange(num_rows // page_rows + size, device=users.device)
+    segments = torch.searchsorted(first[1:], entries, right=True)
+    within = (entries - first[segments]).clamp(max=width - 1)  # spare entries: any page
+    return offsets, users[:, 1:][segments, within]
+
+
+def rows_of_events(
+    users: Tensor, offsets: Tensor, count: int, page_rows: int, spare: int
+) -> Tensor:
+    """The rows of a storage that so many events with these offsets are written to: the last rows of
+    the users. Those of users without rows, which are padding, are written to the spare row."""
+    events = torch.arange(count, device=users.device)
+    ends = offsets[1:].long()
+    segments = torch.searchsorted(ends, events, right=True)
+    rows = events + (users[:, 0] - ends)[segments]
+    known = rows.clamp(min=0)
+    pages = users[:, 1:][segments, known.div(page_rows, rounding_mode="trunc")]
+    return torch.where(rows < 0, spare, (known % page_rows).add(pages, alpha=page_rows))
 
 
 class PagedRows(Jagged):
@@ -49,15 +102,16 @@ class PagedRows(Jagged):
     for `values` gets a copy, made once.
 
     storage: `[num_pages · page_rows, ...]`, on the device of the pages' table and of offsets.
-    host: where these two come from at their first use; None: they are there.
+    host: where these two come from at their first use, and graphs' tables; None: they are there.
+    scales: of `host`, as in `Pages`.
     dtype: of `values`; another one than that of the storage if the pages have scales.
     room: for a layer's `append`, where it writes the keys and values of the new events. The
     offsets and the pages are those of all rows, with the events.
     """
 
     room: Room | None = None
-    host: HostTables | None = None
-    _scales: Tensor | None = None
+    host: UserTable | None = None
+    scales: Tensor | None = None
 
     def __init__(
         self,
@@ -73,27 +127,24 @@ class PagedRows(Jagged):
 
     @classmethod
     def of(
-        cls, storage: Tensor, scales: Tensor | None, tables: HostTables, dtype: torch.dtype
+        cls, storage: Tensor, scales: Tensor | None, tables: UserTable, dtype: torch.dtype
     ) -> PagedRows:
-        """Rows whose tables are on the host. scales: as in `Pages`, on the storage's device."""
+        """Rows whose tables are on the host."""
         rows = object.__new__(cls)
         rows.storage, rows.max_seqlen, rows.dtype, rows.host = storage, None, dtype, tables
-        rows._scales, rows._container, rows.feature_keys = scales, None, None
+        rows.scales, rows._container, rows.feature_keys = scales, None, None
         return rows
 
-    @property
-    def tables(self) -> tuple[Tensor, Pages, Tensor | None]:
-        """The offsets, the pages and their scales. The first two are on the host, and without
-        scales, if they were made there."""
-        if self.host is None:
-            return self.offsets, self.pages, self.pages.scales
-        return self.host.offsets, self.host.pages, self._scales
+    def move(self) -> None:
+        """Make the tables on the device."""
+        assert self.host is not None
+        self.offsets, pages, self._known = self.host.moved
+        self.pages = dataclasses.replace(pages, scales=self.scales)
 
     def __getattr__(self, name: str) -> Any:
         """`values`, and tables on the device, until the first use stores them."""
         if name in ("offsets", "pages", "_known") and self.host is not None:
-            self.offsets, pages, self._known = self.host.moved
-            self.pages = dataclasses.replace(pages, scales=self._scales)
+            self.move()
             return vars(self)[name]
         if name != "values":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -102,11 +153,11 @@ class PagedRows(Jagged):
 
     @property
     def num_segments(self) -> int:
-        return self.tables[0].shape[0] - 1
+        return self.offsets.shape[0] - 1 if self.host is None else self.host.users.shape[0]
 
     @property
     def num_rows(self) -> int:
-        return self.tables[1].num_rows
+        return self.pages.num_rows if self.host is None else self.host.num_rows
 
     @property
     def device(self) -> torch.device:
@@ -117,8 +168,8 @@ class PagedRows(Jagged):
         assert self.room is not None
         must = "keep the dtype of the first put"
         check_equal("the layer's keys and values", must, self.dtype, events.dtype)
-        rows, storage, scales = self.room
-        write_rows(storage, scales, rows.to(storage.device, non_blocking=True), events)
+        storage, scales, rows = self.room
+        write_rows(storage, scales, self.host.room if self.host else rows, events)
 
     def __reduce__(self) -> tuple[object, ...]:
         """A copy has a storage with the pages of its table alone."""
@@ -137,13 +188,13 @@ class PagedRows(Jagged):
 
 
 class Room(NamedTuple):
-    """The rows of the last events of `PagedRows`, which are to be written. rows: int64 `[N]` of the
-    storage, on its device or on the host, in the order of the events. storage, scales: those of the
-    rows with a spare row behind them, which no page has."""
+    """Where the last events of `PagedRows` are to be written. storage, scales: those of the rows
+    with a spare row behind them, which no page has. rows: int64 `[N]` of the storage, on its
+    device, in the order of the events, if they are not in a `UserTable`."""
 
-    rows: Tensor
     storage: Tensor
-    scales: Tensor | None = None
+    scales: Tensor | None
+    rows: Any = None
 
 
 def paged_operands(rows: Jagged) -> tuple[Tensor, Pages | None]:
@@ -201,6 +252,7 @@ def gather_pages(pages: Pages, offsets: Tensor, *storages: Tensor) -> list[Tenso
     first, within = (  # not by //, at which torch.export.draft_export of 2.13 fails
         torch.div(x, pages.page_rows, rounding_mode="trunc") for x in (offsets[segments], positions)
     )
-    entries = first + segments + within
+    # of rows behind the last segment, which graphs have, any entry
+    entries = (first + segments + within).clamp(max=pages.table.shape[0] - 1)
     rows = pages.table[entries].long() * pages.page_rows + positions % pages.page_rows
     return [x.index_select(0, rows) for x in storages]

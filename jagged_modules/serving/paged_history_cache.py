@@ -195,7 +195,7 @@ class PagedHistoryCache:
         users = listed_users(users)
         with self._lock:
             weights, known = self._current_weights(), self._table.users
-            missing = list[Hashable]()
+            missing: list[Hashable] = []
             get, move = known.get, known.move_to_end
             for user in users:
                 x = get(user)
@@ -242,7 +242,6 @@ class PagedHistoryCache:
                 table = self._allocate(rows)
                 self._write(users, rows, table.replace(users, _lengths(rows.layers[0]), weights))
 
-    @torch.no_grad()
     def append(
         self,
         users: Sequence[Hashable],
@@ -272,6 +271,9 @@ class PagedHistoryCache:
             CacheFull: the histories, and the pages that selected histories read, need more than
                 max_bytes. Nothing has changed.
         """
+        if torch.is_grad_enabled():  # a decorator takes longer than the check
+            with torch.no_grad():
+                return self.append(users, events, anew=anew, **others)
         check_sequence(anew)
         in_pages = (
             self.layer.append_reads_cache
@@ -317,15 +319,20 @@ class PagedHistoryCache:
         check_users(users, len(lengths), "events")
         with self._ordered(copies=False):
             table, known = self._check_cached(users, anew)
-            self._wait_for_readers()
-            ranges = table.reserve(users, known, lengths)
+            if self._readers:
+                self._wait_for_readers()
+            table.reserve(users, known, lengths)
         try:
-            layers = self._rows.with_room(known, lengths, ranges, others.get("timestamps"))
+            with self._lock:
+                layers = self._rows.with_room(
+                    table, known, lengths, wrapped.offsets, others.get("timestamps")
+                )
             cached = self._rows.history(layers, self.layer.max_cached_rows)
             outputs, _ = self.layer.append(events, cached, **others)
             with self._ordered():
                 table.count(known, lengths)
-                self._keep_last(table, users)
+                if self.layer.max_cached_rows is not None:
+                    self._keep_last(table, users)
         except BaseException:
             with self._ordered():
                 table.trim(users)
@@ -393,7 +400,8 @@ class PagedHistoryCache:
         """Hold the lock. On a GPU, copies of one call also wait for those of the call before, which
         may be on another stream. copies: whether this call makes some in the block."""
         with self._lock:
-            self._unpin()
+            if self._read:
+                self._unpin()
             last, stream = self._last_copy, None
             if last is not None:
                 stream = torch.cuda.current_stream(self._rows.device)
@@ -485,13 +493,14 @@ class PagedHistoryCache:
 
     def _pin(self, table: PageTable, known: Sequence[UserPages]) -> HistoryCache:
         """The users' rows in their pages, which are pinned as long as their page table exists."""
-        layers = self._rows.in_pages(known, [x.length for x in known])
+        layers = self._rows.in_pages(table, known, [x.length for x in known])
         pinned = [page for x in known for page in x.pages]
         device = self._rows.device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         table.pin(pinned)
         # which all layers, and what is mapped to other tensors of them, share
-        shared = layers[0].tables[1].table.untyped_storage()
+        assert layers[0].host is not None
+        shared = layers[0].host.users.untyped_storage()
         weakref.finalize(shared, self._read.append, (pinned, stream)).atexit = False
         return self._rows.history(layers, self.layer.max_cached_rows)
 

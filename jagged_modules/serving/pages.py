@@ -29,15 +29,16 @@ class CacheFull(ValueError):
     """The rows of one call need more pages than the budget has."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class UserPages:
     """The pages of one user: rows first to first + length of them. weights: the version of the
-    weights that computed the rows."""
+    weights that computed the rows. row: of a `UserTable`, made again when the pages change."""
 
     weights: int
     pages: array[int] = dataclasses.field(default_factory=lambda: array("i"))
     first: int = 0
     length: int = 0
+    row: array[int] = dataclasses.field(default_factory=lambda: array("i"))
 
 
 class RowRange(NamedTuple):
@@ -62,6 +63,7 @@ class PageTable:
 
     def __init__(self, num_pages: int, page_rows: int) -> None:
         self.num_pages, self.page_rows, self.num_rows, self.evictions = num_pages, page_rows, 0, 0
+        self.width = 1  # a power of 2: at least the pages of each user until now
         self.users: OrderedDict[Hashable, UserPages] = OrderedDict()
         self._unused, self._freed = 0, list[int]()  # pages from _unused on were never used
         # what each reader reads; pinned pages of no user
@@ -123,28 +125,28 @@ class PageTable:
         """Give each user pages for so many more rows. Returns the rows to write, of users who have
         some."""
         known = [self.users[user] for user in users]
-        ranges = self.reserve(users, known, lengths)
+        self.reserve(users, known, lengths)
+        ranges = ranges_of(known, lengths)
         self.count(known, lengths)
         return ranges
 
     def reserve(
         self, users: Sequence[Hashable], known: Sequence[UserPages], lengths: Sequence[int]
-    ) -> list[RowRange]:
-        """`extend`, but the rows do not count until `count`. known: the pages of the users."""
-        needs: list[tuple[array[int], int]] = []
-        ranges, move = list[RowRange](), self.users.move_to_end
-        for user, x, n in zip(users, known, lengths):
+    ) -> None:
+        """Give each user pages for so many more rows, which do not count until `count`. known: the
+        pages of the users."""
+        rows, move = self.page_rows, self.users.move_to_end
+        for user in users:
             move(user)
-            if n or not x.length:
-                begin, pages = x.first + x.length, x.pages
-                if n:
-                    ranges.append(RowRange(pages, begin, n))
-                more = self._pages_of(begin + n) - len(pages)
-                if more > 0:
-                    needs.append((pages, more))
-                elif more < 0:  # of a history before
-                    self._free(pages[more:])
-                    del pages[more:]
+        needs = [
+            (x, more)
+            for x, n in zip(known, lengths)
+            if (n or not x.length) and (more := -(-(x.first + x.length + n) // rows) - len(x.pages))
+        ]
+        for x, more in needs:
+            if more < 0:  # of a history before
+                self._drop_pages(x, len(x.pages) + more)
+        needs = [(x, more) for x, more in needs if more > 0]
         if needs:
             more, pinned = sum([more for _, more in needs]), self._pins
             if pinned:
@@ -154,9 +156,24 @@ class PageTable:
             while self.num_free < more:  # evict the least recently used of the others
                 self.drop(next(user for user in self.users if user not in keep))
                 self.evictions += 1
-            for pages, more in needs:
-                pages.extend([self._take() for _ in range(more)])
-        return ranges
+            for x, more in needs:
+                x.pages.extend([self._take() for _ in range(more)])
+                del x.row[:]
+                while self.width < len(x.pages):
+                    self.width *= 2
+
+    def rows_of(self, known: Sequence[UserPages], lengths: Sequence[int]) -> bytearray:
+        """The rows of a `UserTable` of these users, with so many rows each."""
+        size = 1 + self.width
+        rows: list[array[int]] = []
+        for x, length in zip(known, lengths):
+            row = x.row
+            if len(row) != size:
+                row = x.row = array("i", [length]) + x.pages
+                row.extend([0] * (size - len(row)))
+            row[0] = length
+            rows.append(row)
+        return bytearray().join(rows)
 
     def count(self, known: Sequence[UserPages], lengths: Sequence[int]) -> None:
         """Users with these pages have so many more rows, for which they have pages."""
@@ -168,9 +185,12 @@ class PageTable:
         """Free the pages after the users' last rows."""
         for user in users:
             x = self.users[user]
-            used = self._pages_of(x.first + x.length)
-            self._free(x.pages[used:])
-            del x.pages[used:]
+            self._drop_pages(x, self._pages_of(x.first + x.length))
+
+    def _drop_pages(self, x: UserPages, used: int) -> None:
+        """Free all but the first pages of a user."""
+        self._free(x.pages[used:])
+        del x.pages[used:], x.row[:]
 
     def keep_last(self, user: Hashable, rows: int) -> None:
         """Drop all but the last rows of a user, and free the pages before them."""
@@ -182,6 +202,7 @@ class PageTable:
         unused = x.first // self.page_rows
         self._free(x.pages[:unused])
         x.pages, x.first = x.pages[unused:], x.first % self.page_rows
+        del x.row[:]
 
     def _pages_of(self, rows: int) -> int:
         return -(-rows // self.page_rows)
@@ -201,6 +222,11 @@ class PageTable:
             return self._freed.pop()
         self._unused += 1
         return self._unused - 1
+
+
+def ranges_of(known: Sequence[UserPages], lengths: Sequence[int]) -> list[RowRange]:
+    """So many rows behind those of users, if there are some."""
+    return [RowRange(x.pages, x.first + x.length, n) for x, n in zip(known, lengths) if n]
 
 
 def row_indices(

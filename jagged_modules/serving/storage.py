@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jagged_kernels.attention.pages import Pages, table_of
+from jagged_kernels.attention.pages import table_of
 from torch import Tensor
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
-from ..containers.pages import HostTables, PagedRows, Room, from_8_bits, gather_pages, write_rows
+from ..containers.pages import PagedRows, Room, UserTable, from_8_bits, gather_pages, write_rows
 from ..scalars import check_equal
-from .pages import CacheFull, RowRange, UserPages, row_indices, rows_on_host
+from .pages import CacheFull, PageTable, RowRange, UserPages, ranges_of, row_indices, rows_on_host
 
 
 class _Layer(NamedTuple):
@@ -40,7 +39,7 @@ class RowStorage:
     values: keys and values `[rows, layers, H, width]`, with a spare row behind them for padding of
     `jm.graphed`; None before `allocate`.
     scales: `[rows, layers, H]` beside them. timestamps: `[rows]`, if the layer has them.
-    dtype: of the layer's keys and values.
+    dtype: of the layer's keys and values. device: of the rows, from `allocate` on.
     tables_on_host: whether rows in pages keep their tables on the host until they are used.
     """
 
@@ -50,15 +49,11 @@ class RowStorage:
         self.page_rows, self.stored_dtype = page_rows, stored_dtype
         self.tables_on_host = tables_on_host
         self.dtype: torch.dtype | None = None
+        self.device = torch.device("cpu")
         self.values: Tensor | None = None
         self.scales: Tensor | None = None
         self.timestamps: Tensor | None = None
         self._layers: list[_Layer] = []
-
-    @property
-    def device(self) -> torch.device:
-        assert self.values is not None
-        return self.values.device
 
     @property
     def page_bytes(self) -> int:
@@ -96,6 +91,7 @@ class RowStorage:
                 for x in kinds
             )
             assert self.values is not None
+            self.device = self.values.device
             values = self.values.unbind(1)
             scales = [None] * len(values) if self.scales is None else self.scales.unbind(1)
             self._layers = [_Layer.of(*both) for both in zip(values, scales)]
@@ -139,45 +135,53 @@ class RowStorage:
         others = (first.with_values(x) for x in layers[1:])
         return HistoryCache((first, *others), times, max_rows)
 
-    def in_pages(self, known: Sequence[UserPages], lengths: list[int]) -> tuple[PagedRows, ...]:
-        """So many rows of each user, from the start of the pages, of each layer."""
+    def in_pages(
+        self,
+        pages: PageTable,
+        known: Sequence[UserPages],
+        lengths: Sequence[int],
+        events: tuple[Tensor, int] | None = None,
+    ) -> tuple[PagedRows, ...]:
+        """So many rows of each user, from the start of the pages, of each layer. events: of the
+        `UserTable`."""
         assert self.dtype is not None
-        ends = [*itertools.accumulate(lengths, initial=0)]
-        table = table_of([x.pages for x in known], ends[1:], self.page_rows)
-        offsets = torch.frombuffer(array("q", ends), dtype=torch.int64)
-        tables = HostTables(offsets, Pages(table, self.page_rows, ends[-1]), self.device)
-        if self.tables_on_host:
-            return tuple(PagedRows.of(x.rows, x.scales, tables, self.dtype) for x in self._layers)
-        offsets, pages, segmentation = tables.moved
-        return tuple(
-            PagedRows(
-                x.rows,
-                offsets,
-                dataclasses.replace(pages, scales=x.scales),
-                segmentation,
-                self.dtype,
-            )
-            for x in self._layers
-        )
+        rows = pages.rows_of(known, lengths) or bytearray(4)  # an empty buffer is an error
+        users, tables = torch.frombuffer(rows, dtype=torch.int32), None
+        users = users.view(len(lengths), -1) if lengths else users[:0].view(0, 1)
+        if not self.tables_on_host:
+            ends = array("q", itertools.accumulate(lengths, initial=0))
+            entries = table_of([x.pages for x in known], ends[1:], self.page_rows)
+            tables = torch.frombuffer(ends, dtype=torch.int64), entries
+        table = UserTable(users, self.page_rows, sum(lengths), self.device, events, tables)
+        layers = [PagedRows.of(x.rows, x.scales, table, self.dtype) for x in self._layers]
+        if tables is not None:
+            for x in layers:
+                x.move()  # torch.compile cannot
+        return tuple(layers)
 
     def with_room(
         self,
+        pages: PageTable,
         known: Sequence[UserPages],
         lengths: Sequence[int],
-        ranges: Sequence[RowRange],
+        offsets: Tensor,
         new_timestamps: Any,
     ) -> tuple[PagedRows, ...]:
-        """Of each layer, the users' rows and so many more, which are those of the ranges: the room.
-        new_timestamps: of the events, which are written. A layer refuses wrong ones."""
-        layers = self.in_pages(known, [x.first + x.length + n for x, n in zip(known, lengths)])
-        index = rows_on_host(ranges, self.page_rows)
-        if not self.tables_on_host:
+        """Of each layer, the users' rows and those of new events, with these lengths and offsets,
+        as room. new_timestamps: of the events, which are written. A layer refuses wrong ones."""
+        ends = [x.first + x.length + n for x, n in zip(known, lengths)]
+        layers, index = self.in_pages(pages, known, ends, (offsets, sum(lengths))), None
+        if not self.tables_on_host or self.timestamps is not None:
+            index = rows_on_host(ranges_of(known, lengths), self.page_rows)
             index = index.to(self.device, non_blocking=True)
+            kind = index.shape, torch.int64
+            times = new_timestamps
+            if isinstance(times, Tensor) and (times.shape, times.dtype) == kind:
+                self.write_timestamps(index, times)
+            if layers[0].host is not None and not self.tables_on_host:
+                layers[0].host.room = index
         for rows, own in zip(layers, self._layers):
-            rows.room = Room(index, own.with_spare, own.all_scales)
-        times = new_timestamps
-        if isinstance(times, Tensor) and (times.shape, times.dtype) == (index.shape, torch.int64):
-            self.write_timestamps(index, times)
+            rows.room = Room(own.with_spare, own.all_scales)
         return layers
 
     def history(self, layers: tuple[PagedRows, ...], max_rows: int | None) -> HistoryCache:

@@ -252,41 +252,54 @@ def test_a_server_that_does_not_start(ranker, monkeypatch):
 
 
 def test_times_of_batches(served, capsys):
-    arguments = [
-        "--weights",
-        str(served["attention"]),
-        "--device",
-        "cpu",
-        "--candidates",
-        "3",
-        "7",
-        "--batches",
-        "2",
-        "--max-users",
-        "4",
-    ]
-    load_serving.main(
-        [
-            *arguments,
-            "--cache-mb",
-            "3",
-            "0",
-            "--page-rows",
-            "128",
-            "16",
-            "--padded",
-            str(served["padded"]),
-        ]
-    )
+    options = "--device cpu --candidates 3 7 --batches 2 --batch-users 1 4 --new-events 0.5".split()
+    ways = "--cache-mb 3 0 --page-rows 128 16".split()
+    padded = ["--padded", str(served["padded"])]
+    load_serving.main(["--weights", str(served["attention"]), *options, *ways, *padded])
     header, _, *rows = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("|")
     ]
     assert (
-        header == "| candidates | cache, pages of 128, ms | cache, pages of 16, ms | no cache, ms |"
-        " padded, ms | padded, fused, ms |"
+        header == "| users | with a new event | candidates | cache, pages of 128, ms |"
+        " cache, pages of 16, ms | no cache, ms | padded, ms | padded, fused, ms |"
     )
     cells = [[float(cell) for cell in row.strip("| ").split(" | ")] for row in rows]
-    assert [row[0] for row in cells] == [3, 7] and all(x > 0 for row in cells for x in row)
+    forms = [(1, 0), (1, 1), (4, 0), (4, 2), (4, 4)]
+    assert [tuple(row[:3]) for row in cells] == [(*x, c) for x in forms for c in (3, 7)]
+    assert all(x > 0 for row in cells for x in row[3:])
+
+
+class Noting:
+    """Notes its batches: the user, candidates, and how many users have events."""
+
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
+
+    def score(self, batch):
+        events = sum(len(x.events.item) for x in batch)
+        self.calls.append((self.name, [x.user for x in batch], len(batch[0].candidates), events))
+
+    def forget(self):
+        self.calls.append((self.name, "forgets"))
+
+
+def test_forms_of_batches_are_timed_in_turn(ranker):
+    """Each round has all forms, each of which all rankers score in turn, just after its users were
+    scored without events. All rounds are run once before."""
+    calls, workload = [], Workload(ranker, 0, 0, 1.0)
+    forms = [load_serving.Form(2, 0, 5), load_serving.Form(3, 2, 6)]
+    rankers = [Noting("a", calls), Noting("b", calls)]
+    found = load_serving.time_batches(rankers, forms, workload, 3)
+    assert [*found] == forms and all(len(times) == 2 for times in found.values())
+    assert len(calls) == 2 * 3 * (2 * 4 + 2) and calls[:30] == calls[30:]
+    for first in range(0, 60, 10):
+        batches = calls[first : first + 10]
+        assert [x[0] for x in batches] == [*"aabbaabbab"]
+        assert [x[2:] for x in batches[:8]] == [(5, 0)] * 4 + [(6, 0), (6, 2)] * 2
+        assert [len(set(x[1])) for x in batches[:8]] == [2] * 4 + [3] * 4
+        assert all(batches[i][1] == batches[i - i % 4][1] for i in range(8))
+        assert all(ranker.histories.length(user) for x in batches[:8] for user in x[1])
+        assert [x[1] for x in batches[8:]] == ["forgets"] * 2
 
 
 def test_a_soak(served, tmp_path, capsys):

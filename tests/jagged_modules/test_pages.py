@@ -9,6 +9,7 @@ from paging import in_pages
 
 import jagged_modules as jm
 from jagged_modules import functional as F
+from jagged_modules.containers.pages import rows_of_events, tables_of
 
 QUERIES, KEYS = [3, 0, 70, 5, 9], [300, 4, 0, 128, 257]
 
@@ -83,6 +84,41 @@ def test_a_table_by_its_definition():
         jm.Pages.of([[5]], [200], 128)
     with pytest.raises(ValueError, match="^lengths must be one per segment of pages, 2, got 1$"):
         jm.Pages.of([[5], [6]], [100], 128)
+
+
+def user_table(numbers, lengths):
+    """`UserTable.users`: behind a user's pages are others."""
+    width = 1 + max(map(len, numbers))
+    return torch.tensor([[n, *x, *[99] * (width - len(x))] for n, x in zip(lengths, numbers)]).int()
+
+
+@pytest.mark.parametrize("num_rows", [None, 600])
+def test_tables_of_users(num_rows):
+    """Those of `Pages.of`; a graph's have entries for more rows than the users."""
+    lengths, numbers = [200, 0, 128, 130, 0], [[5, 3], [], [7], [1, 2], []]
+    expected = jm.Pages.of(numbers, lengths, 128)
+    offsets, table = tables_of(user_table(numbers, lengths), 128, num_rows or sum(lengths))
+    assert offsets.tolist() == torch.tensor([0, *lengths]).cumsum(0).tolist()
+    assert table.shape == ((num_rows or 458) // 128 + 5,) and table.dtype == torch.int32
+    for b, own in enumerate(numbers):
+        first = int(offsets[b]) // 128 + b
+        assert table[first : first + len(own)].tolist() == own
+        assert expected.table[first : first + len(own)].tolist() == own
+
+
+def test_rows_of_new_events():
+    """The last rows of each user, across pages; those of padding, users without rows, are spare."""
+    lengths, numbers = [200, 0, 128, 130, 3], [[5, 3], [], [7], [1, 2], [4]]
+    new, offsets = [2, 0, 1, 4, 3], [0, 2, 2, 3, 7, 10]
+    users = torch.cat([user_table(numbers, lengths), torch.zeros(2, 4).int()])
+    rows = rows_of_events(users, torch.tensor([*offsets, 150, 151]), 151, 128, -7)
+    expected = [
+        page * 128 + row % 128
+        for length, count, own in zip(lengths, new, numbers)
+        for row in range(length - count, length)
+        for page in [own[row // 128]]
+    ]
+    assert rows.dtype == torch.int64 and rows.tolist() == expected + [-7] * 141
 
 
 def test_bad_pages(call, offsets_of):
