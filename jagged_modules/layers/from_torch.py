@@ -171,10 +171,11 @@ def torch_norm(name: str, norm: Any, width: int) -> Any:
     if _kind_of_norm(norm) is not None:
         return norm
     check_kind(name, norm, nn.Module, "an nn.LayerNorm, an nn.RMSNorm or another module of rows")
+    _check_rows(name, norm, width)
     eps = next((x for x in (getattr(norm, y, None) for y in EPS_NAMES) if x is not None), None)
     parameters = list(norm.parameters())
     if eps is None or [x.shape for x in parameters] not in ([(width,)], [(width,)] * 2):
-        return _of_rows(name, norm, width)
+        return norm
     own: Any = (nn.RMSNorm, nn.LayerNorm)[len(parameters) - 1](width, eps)
     x = _a_row(width)
 
@@ -184,12 +185,8 @@ def torch_norm(name: str, norm: Any, width: int) -> Any:
             parameter.copy_(values)
         return module(torch.stack([x, x * (eps**0.5 or 1)]))
 
-    try:
-        difference = float((results(norm) - results(own)).abs().max())
-    except RuntimeError:  # of dtypes
-        return _of_rows(name, norm, width)
-    if not difference < 1e-5:
-        return _of_rows(name, norm, width)
+    if not float((results(norm) - results(own)).abs().max()) < 1e-5:
+        return norm
     own.to(**place(norm))
     with torch.no_grad():
         for parameter, values in zip(own.parameters(), parameters):
@@ -213,18 +210,17 @@ def _kind_of_norm(norm: Any) -> type[nn.Module] | None:
     return None
 
 
-def _of_rows(name: str, norm: nn.Module, width: int) -> nn.Module:
-    """The module; ValueError unless it computes each row of this width by itself, in training
-    too."""
+def _check_rows(name: str, norm: nn.Module, width: int) -> None:
+    """ValueError unless the module computes each row of this width by itself, in training too."""
     own, x = _in_float64(norm).train(), _a_row(width)
     rows = torch.stack([x, 2 - x, x.flip(0)])
+    expected = f"{name} must compute each row of width {width} by itself, got {norm}"
     try:
         together, alone = own(rows), torch.cat([own(row[None]) for row in rows])
-    except (RuntimeError, ValueError):  # of shapes; of statistics of one row
-        together = alone = rows.new_full((), float("nan"))
+    except (RuntimeError, ValueError) as error:  # of shapes, of dtypes, of statistics of one row
+        raise ValueError(f"{expected}: {error}") from error
     if together.shape != rows.shape or not torch.allclose(together, alone, 1e-9, 1e-9):
-        raise ValueError(f"{name} must compute each row of width {width} by itself, got {norm}")
-    return norm
+        raise ValueError(expected)
 
 
 def _a_row(width: int) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..tracing import rehearsal
 from .bags import select_rows
@@ -82,7 +81,7 @@ class Calls:
         graphs; else eager ones. Then of eager calls."""
         model, args, kwargs = self.example
         if self.names:
-            model, (args, kwargs) = LeftIn(model, self.names, self.example.inputs), self._inputs()
+            model, (args, kwargs) = LeftIn(model, self.names), self._inputs()
         both = model, graph
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             calls = [partial(x, *args, **kwargs) for x in both]
@@ -113,31 +112,30 @@ class Calls:
         given = map_named(lambda x: select_rows(x, candidates % rows), given, others)
         given = map_named(lambda x: candidates.to(x), given, self.counting)
         given[MAP_NAME] = (candidates % self.users).to(self.device)
-        parameters = inspect.signature(self.example.model.forward).parameters.values()
-        positional = [x.name for x in parameters if x.kind is x.POSITIONAL_ONLY]
+        positional = _positional(self.example.model)
         return tuple(given.pop(x) for x in positional if x in given), given
 
 
 class LeftIn(nn.Module):
-    """The model, with the inputs of its new graph: it gathers the rows of users.
+    """The model, with the inputs of its new graph: it gathers the rows of users. names: of entries
+    with one row per user."""
 
-    Args:
-        names: of entries with one row per user.
-        inputs: of an example, by the names of forward's parameters.
-    """
-
-    def __init__(self, model: nn.Module, names: Sequence[str], inputs: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
-        self.model, self.shared = model, [x in names for x in named(inputs)]
+        self.model, self.names, self.positional = model, names, _positional(model)
         self.eval()
 
     def forward(self, *args: Any, candidate_to_user: Tensor, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_keyed_jagged)
-        rows = [
-            select(x, candidate_to_user) if shared else x for x, shared in zip(leaves, self.shared)
-        ]
-        args, kwargs = pytree.tree_unflatten(rows, spec)
-        return self.model(*args, **kwargs)
+        given = dict(zip(self.positional, args)) | kwargs
+        given = map_named(lambda x: select(x, candidate_to_user), given, self.names)
+        args = tuple(given.pop(x) for x in self.positional[: len(args)])
+        return self.model(*args, **given)
+
+
+def _positional(model: nn.Module) -> list[str]:
+    """Names of the inputs that forward takes by position alone."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [x.name for x in parameters if x.kind is x.POSITIONAL_ONLY]
 
 
 def _rows(x: Any) -> int:

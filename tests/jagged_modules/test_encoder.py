@@ -281,6 +281,33 @@ def test_a_norm_of_torch_that_computes_in_fp32():
     assert not {InFloat32} & {type(own.norm1), type(own.norm2)}
 
 
+class InTraining(nn.LayerNorm):
+    """Its error in eval mode is not one of dtypes."""
+
+    def forward(self, x):
+        if not self.training:
+            raise RuntimeError("there are no statistics")
+        return super().forward(x) + 1
+
+
+class OfShorterRows(OwnNorm):
+    def forward(self, x):
+        return super().forward(x[:, 1:])
+
+
+@pytest.mark.parametrize(
+    "norm, error, message",
+    [
+        (InTraining(WIDTH), RuntimeError, "^there are no statistics"),
+        (OfShorterRows(), ValueError, r"by itself, got .*: The size of tensor a"),
+    ],
+    ids=["mode", "shape"],
+)
+def test_errors_of_norms(norm, error, message):
+    with pytest.raises(error, match=message):
+        jm.JaggedEncoderLayer.from_parts(**(PARTS | dict(norms=[norm] * 2)))
+
+
 def test_gate_and_values_in_two_linears():
     module = Projections(is_sasrec=False).double().eval()
     gate, values, down = (nn.Linear(*x).double() for x in 2 * [(WIDTH, FFN)] + [(FFN, WIDTH)])

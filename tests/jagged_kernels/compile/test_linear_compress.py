@@ -231,6 +231,7 @@ def compile_hopper_linear_compress(dtype, sizes, addends, more=()):
     "dtype, sizes, addends",
     [
         ("fp16", (433, 866, 0, 256), 0),
+        ("bf16", (192, 600, 40, 128), 2),
         ("bf16", (300, 600, 40, 128), 2),
         ("fp16", (433, 866, 1178, 256), 2),
         ("bf16", (433, 33, 0, 256), 0),
@@ -259,6 +260,7 @@ def test_hopper_linear_compress_kernel_compiles(tmp_path, dtype, sizes, addends)
     1,
     "sizes, more",
     [  # with 256 columns it compiles for half a minute
+        ((192, 250, 40, 128), (40, 33)),
         ((300, 600, 40, 128), (40, 33)),
         ((433, 866, 1178, 256), (1178, 300)),
         ((433, 866, 1178, 256), (40,)),

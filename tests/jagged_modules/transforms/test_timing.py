@@ -1,6 +1,7 @@
 """The gain is that of timed calls. The clock is the number of elements that operators wrote."""
 
 import contextlib
+import sys
 import types
 from functools import partial
 
@@ -294,3 +295,29 @@ def test_both_calls_compute_the_same(monkeypatch, kind, through):
     for of_model, of_graph in results:
         assert of_model.shape == (20, 1)
         torch.testing.assert_close(of_model, of_graph)
+
+
+class Features(nn.Module):
+    def forward(self, features, item, /, *, scale):
+        return features["user"].sum(1) + features["more"][0].sum(1) * scale + item.sum(1)
+
+
+def test_the_models_rows_are_gathered_in_few_calls():
+    """Paths of pytree would take longer than a small model, which would then seem slow."""
+    users, index = torch.randn(3, 8), torch.arange(50) % 3
+    features, item = dict(user=users, more=[users + 1]), torch.randn(50, 4)
+    scale = torch.tensor(2.0)
+    model, visited = timing.LeftIn(Features(), ["features.user", "features.more.0"]), []
+
+    def record(frame, event, _):
+        if event == "call" and frame.f_globals["__name__"] == "torch.utils._pytree":
+            visited.append(frame.f_code.co_name)
+
+    sys.setprofile(record)
+    try:
+        found = model(features, item, scale=scale, candidate_to_user=index)
+    finally:
+        sys.setprofile(None)
+    assert visited == []
+    gathered = dict(user=users[index], more=[users[index] + 1])
+    torch.testing.assert_close(found, Features()(gathered, item, scale=scale))
