@@ -262,6 +262,7 @@ def joined_segments(
     the candidates' are one more query segment, and those behind the candidates another. They are
     the queries of one more segment of keys, which is empty, so their results and gradients are 0.
     """
+    num_rows = rows[0] + rows[1]  # torch.export.save does not know the sym_sum that is sum(rows)
     q_offsets = candidates.offsets + rows[0]
     num_segments, has_tail = users.offsets.shape[0] - 1, users.has_tail or candidates.has_tail
     if (bias := options.get("bias")) is not None:  # of the candidates, nothing is read
@@ -273,9 +274,9 @@ def joined_segments(
     if not has_tail:
         # torch.export: a sum of [B] would exclude B = 1
         q_offsets = torch.cat([users.offsets, q_offsets[1:]])
-        return RowSegments(q_offsets, num_rows=sum(rows)), users, options
+        return RowSegments(q_offsets, num_rows=num_rows), users, options
     # a sum: a graph would be compiled for each number that pads or fills
-    ends = candidates.offsets.narrow(0, 0, 1) + sum(rows)
+    ends = candidates.offsets.narrow(0, 0, 1) + num_rows
     q_offsets = torch.cat([users.offsets, q_offsets, ends])
     options = options | dict(schedule=None)  # another number of segments
     output_scale = options.get("output_scale")
@@ -284,7 +285,7 @@ def joined_segments(
         options["output_scale"] = pad(output_scale.view(2, -1), (0, 1), value=1).flatten()
     kv_offsets = torch.cat([users.offsets, users.offsets[-1:]])
     keys = RowSegments(kv_offsets, num_rows=rows[0], has_tail=True)
-    return RowSegments(q_offsets, num_rows=sum(rows)), keys, options
+    return RowSegments(q_offsets, num_rows=num_rows), keys, options
 
 
 def joined_rows(x: Tensor, y: Tensor) -> Tensor:

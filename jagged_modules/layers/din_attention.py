@@ -19,7 +19,7 @@ from ..functional.din_attention import DINMlp, attend_by_mlp, checked_features, 
 from ..functional.operands import runs_kernels
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
-from ..scalars import check_choice, check_number, check_size, is_sequence
+from ..scalars import check_choice, check_flag, check_number, check_size, is_sequence
 from ..settings import is_batch_invariant
 from ..tracing import one_module, through_call
 from ..unit_activations import UNIT_ACTIVATIONS, WITH_PARAMETERS, UnitParameters
@@ -54,7 +54,7 @@ class JaggedDINAttention(CachesRows):
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; an unknown name; eps is negative,
-            or momentum not in 0 to 1; the dtype is not a floating-point one.
+            or momentum not in 0 to 1; affine is no bool; the dtype is not a floating-point one.
 
     Example::
 
@@ -91,6 +91,7 @@ class JaggedDINAttention(CachesRows):
         check_choice("normalize", normalize, (None, "softmax"))
         check_number("eps", eps, low=0)
         check_number("momentum", momentum, 0, 1)
+        check_flag("affine", affine)
         check_mask(mask)
         self.embedding_dim, self.hidden = embedding_dim, tuple(hidden)
         self.activation, self.normalize = activation, normalize

@@ -169,7 +169,7 @@ def _attended(
     targets = gemm_rows(targets, given.end, dtype).flatten(0, -2)
     history = in_order(gemm_rows(given_history, end, dtype), order.history_rows)
     rows, width = (history.shape[0], targets.shape[0]), q_weight.shape[0]
-    qkv = history.new_empty(sum(rows), 3 * width)
+    qkv = history.new_empty(rows[0] + rows[1], 3 * width)
     own = history[:, : qkv_weight.shape[1]]
     torch.addmm(qkv_bias, own, qkv_weight.t(), out=qkv[: rows[0]])
     q_t = linear(targets, target_weight, target_bias)

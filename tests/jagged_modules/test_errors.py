@@ -189,6 +189,11 @@ MISTAKES = [
     (lambda: jm.GDPAConfig(scale=float("inf")), ValueError, "scale must be finite, got inf"),
     # flags
     (lambda: HSTU.cache(ROWS, update="no"), TypeError, "update must be a bool, got str"),
+    (
+        lambda: jm.JaggedDINAttention(WIDTH, activation="dice", affine="no"),
+        TypeError,
+        "affine must be a bool, got str",
+    ),
     # rows and indices
     (
         lambda: HSTU.cache(ROWS, torch.tensor([0, 8])),

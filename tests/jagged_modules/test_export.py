@@ -177,6 +177,24 @@ def test_target_attention(form):
     )
 
 
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+def test_self_target_attention(strict):
+    """Without a sum of a tuple of sizes: strict export makes a torch.sym_sum of it, which
+    torch.export.save of 2.13 does not know."""
+    assert_call_exports(
+        lambda layer, *x: layer(*x),
+        jm.JaggedSelfTargetAttention(WIDTH, HEADS),
+        lambda users, rows, count: (
+            history(users, rows),
+            torch.randn(count, 2, WIDTH),
+            index(users, count),
+        ),
+        (JAGGED, {0: CANDIDATES}, INDEX),
+        strict=strict,
+        rows_per_user=True,
+    )
+
+
 def test_linear_compress():
     def inputs(users, _, count):
         return torch.randn(count, 10, 8), torch.randn(users, 9, 8), index(users, count)
