@@ -85,11 +85,14 @@ class CacheKind(NamedTuple):
 
     page_rows: of a page; those of `PAGE_ROWS` if None.
     dtype: of keys and values in 8 bits; that of the model if None.
+    slack: of a next-item model's history that is longer than the window, so many fewer events are
+        encoded, so that as many can be appended before it is encoded anew.
     """
 
     max_bytes: int
     page_rows: int | None = None
     dtype: torch.dtype | None = None
+    slack: int = 0
 
 
 class Ranker(ABC):
@@ -135,7 +138,13 @@ class Ranker(ABC):
         self.settings, self.vocabulary, self.dtype = settings, vocabulary, dtype
         dense.to(dtype)
         self.device = next(model.parameters()).device
-        max_bytes, page_rows, cache_dtype = cache
+        max_bytes, page_rows, cache_dtype, slack = cache
+        if not 0 <= slack < max_history:
+            raise ValueError(
+                f"--history-slack must be 0 to {max_history - 1}, less than the model's"
+                f" --max-history, got {slack}"
+            )
+        self._slack = slack
         if page_rows is None:
             page_rows = PAGE_ROWS.get(self.device.type, 128)
         self.run: Any = jm.graphed(self.step, **GRAPHS) if graphs else self.step
@@ -566,6 +575,8 @@ class SequenceRanker(Ranker):
         # of `step.encoded`, for cached users
         rows = 1 if self.cache is None else min(self.histories.num_users, FIRST_ROWS) + 64
         self._encoded = UserRows(self.step.grow, rows)
+        # of users whose cached rows are of fewer events than the history and the window have
+        self._shorter: dict[int, int] = {}
 
     def _cached_layer(self) -> CachedStep:
         return CachedStep(
@@ -601,6 +612,7 @@ class SequenceRanker(Ranker):
         if not (missing or new):
             self.counts["reused"] += len(users)
             return [], [], None
+        shorter = self._shorter
         items: list[np.ndarray] = []
         spans: list[np.ndarray] = []
         encoded: list[int] = []
@@ -622,12 +634,14 @@ class SequenceRanker(Ranker):
                         encoded.append(user)
                         lengths.append(0)
                     continue
-                begin = histories.length(user)
+                begin = shorter.get(user) or histories.length(user)
             # when a window is outgrown, all positions change
             if begin and begin + length <= most:
                 items.append(events.item)
+                if user in shorter:
+                    shorter[user] = begin + length
             else:
-                begin, length = 0, histories.collect(user, events, most, items)
+                begin, length = 0, self._collect(user, events, items)
                 anew.append(user)
             encoded.append(user)
             lengths.append(length)
@@ -639,6 +653,15 @@ class SequenceRanker(Ranker):
         np.concatenate(items, out=values[:, 0])
         np.concatenate(spans, out=values[:, 1])
         return encoded, anew, _jagged(values, lengths)
+
+    def _collect(self, user: int, events: NewEvents, items: list[np.ndarray]) -> int:
+        """`Histories.collect` of the events that are encoded."""
+        count, shorter = self.max_history, self._shorter
+        if self._slack:
+            shorter.pop(user, None)
+            if self.histories.length(user) + len(events.item) > count:
+                count = shorter[user] = count - self._slack
+        return self.histories.collect(user, events, count, items)
 
     def attention(self, user: int, candidates: np.ndarray) -> None:
         """None: candidates do not attend to the history."""
