@@ -641,7 +641,8 @@ class SequenceRanker(Ranker):
                 if user in shorter:
                     shorter[user] = begin + length
             else:
-                begin, length = 0, self._collect(user, events, items)
+                count = self._window(user, len(events.item)) if self._slack else most
+                begin, length = 0, histories.collect(user, events, count, items)
                 anew.append(user)
             encoded.append(user)
             lengths.append(length)
@@ -654,14 +655,13 @@ class SequenceRanker(Ranker):
         np.concatenate(spans, out=values[:, 1])
         return encoded, anew, _jagged(values, lengths)
 
-    def _collect(self, user: int, events: NewEvents, items: list[np.ndarray]) -> int:
-        """`Histories.collect` of the events that are encoded."""
-        count, shorter = self.max_history, self._shorter
-        if self._slack:
-            shorter.pop(user, None)
-            if self.histories.length(user) + len(events.item) > count:
-                count = shorter[user] = count - self._slack
-        return self.histories.collect(user, events, count, items)
+    def _window(self, user: int, new: int) -> int:
+        """How many events of a history are encoded, with so many new ones."""
+        if self.histories.length(user) + new <= self.max_history:
+            self._shorter.pop(user, None)
+            return self.max_history
+        self._shorter[user] = self.max_history - self._slack
+        return self._shorter[user]
 
     def attention(self, user: int, candidates: np.ndarray) -> None:
         """None: candidates do not attend to the history."""
