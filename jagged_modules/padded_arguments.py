@@ -211,7 +211,7 @@ class Arguments:
     def _flatten(self, name: str, x: Any) -> tuple[Any, ...]:
         if x is None:
             return "constant", None
-        if isinstance(x, PagedRows) and x.host is not None:
+        if isinstance(x, PagedRows) and x.host is not None:  # maps of selections are copied
             return self._flatten_pages(name, x, x.host)
         if isinstance(x, Jagged):
             return (

@@ -319,8 +319,7 @@ class PagedHistoryCache:
         check_users(users, len(lengths), "events")
         with self._ordered(copies=False):
             table, known = self._check_cached(users, anew)
-            if self._readers:
-                self._wait_for_readers()
+            self._wait_for_readers()
             table.reserve(users, known, lengths)
         try:
             with self._lock:
