@@ -154,6 +154,8 @@ class Ranker(ABC):
             layer = self._cached_layer()
             layer.takes_host_tables = graphs
             self.cache = jm.PagedHistoryCache(layer, max_bytes, page_rows, cache_dtype)
+        # whether one step encodes and scores: rows are read where it writes them
+        self._encodes_and_scores = self.cache is None or self.cache.reads_pages
         self.ratings: list[float] = []
         self.store: EventStore | None = None
         self.stages = Stages()
@@ -238,11 +240,6 @@ class Ranker(ABC):
         if self.store is not None:
             self.store.forget(str(self.histories.users[user]))
         self.replace_events(user, NONE)
-
-    @property
-    def _encodes_and_scores(self) -> bool:
-        """Whether one step encodes and scores: rows are read where it writes them."""
-        return self.cache is None or self.cache.reads_pages
 
     @property
     def captures(self) -> int:
@@ -464,7 +461,7 @@ class RankingRanker(Ranker):
         """The users whose histories are encoded."""
         fresh: Mapping[int, Any] = batch.counts
         if self.cache is not None:
-            fresh = dict.fromkeys(self.cache.missing(batch.counts)) | batch.new
+            fresh = dict.fromkeys(self.cache.missing([*batch.counts])) | batch.new
         self.counts["encoded"] += len(fresh)
         self.counts["reused"] += len(batch.counts) - len(fresh)
         return fresh
@@ -608,7 +605,7 @@ class SequenceRanker(Ranker):
         them whose histories begin with these events; and the items of the events and their
         positions, None if there are none."""
         users, new, most = batch.counts, batch.new, self.max_history
-        missing: Container[int] = users if self.cache is None else set(self.cache.missing(users))
+        missing: Container[int] = users if self.cache is None else set(self.cache.missing([*users]))
         if not (missing or new):
             self.counts["reused"] += len(users)
             return [], [], None

@@ -151,6 +151,8 @@ class PagedHistoryCache:
         self._members = Members(module)
         count_fused_steps(module, self)
         self.layer, self.max_bytes, self.page_rows = layer, max_bytes, page_rows
+        # whether attention can read the pages where they are
+        self.reads_pages = page_rows >= SMALLEST_PAGE and page_rows.bit_count() == 1
         self._version, self._weights = 0, tuple[object, ...]()
         self._storages: list[torch.UntypedStorage] = []
         on_host = getattr(layer, "takes_host_tables", False)
@@ -274,7 +276,8 @@ class PagedHistoryCache:
         if torch.is_grad_enabled():  # a decorator takes longer than the check
             with torch.no_grad():
                 return self.append(users, events, anew=anew, **others)
-        check_sequence(anew)
+        if type(anew) not in (list, tuple):  # users must have these keys, which are checked
+            check_sequence(anew)
         in_pages = (
             self.layer.append_reads_cache
             and self.reads_pages
@@ -374,11 +377,6 @@ class PagedHistoryCache:
         """Forget all users. The pages stay allocated."""
         with self._writer, self._lock:
             self._drop(list(self._table.users))
-
-    @property
-    def reads_pages(self) -> bool:
-        """Whether attention can read the pages where they are."""
-        return self.page_rows >= SMALLEST_PAGE and self.page_rows.bit_count() == 1
 
     # -- inside ------------------------------------------------------------------------------------
 
