@@ -151,8 +151,6 @@ class PagedHistoryCache:
         self._members = Members(module)
         count_fused_steps(module, self)
         self.layer, self.max_bytes, self.page_rows = layer, max_bytes, page_rows
-        # whether attention can read the pages where they are
-        self.reads_pages = page_rows >= SMALLEST_PAGE and page_rows.bit_count() == 1
         self._version, self._weights = 0, tuple[object, ...]()
         self._storages: list[torch.UntypedStorage] = []
         on_host = getattr(layer, "takes_host_tables", False)
@@ -377,6 +375,11 @@ class PagedHistoryCache:
         """Forget all users. The pages stay allocated."""
         with self._writer, self._lock:
             self._drop(list(self._table.users))
+
+    @property
+    def reads_pages(self) -> bool:
+        """Whether attention can read the pages where they are."""
+        return self.page_rows >= SMALLEST_PAGE and self.page_rows.bit_count() == 1
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -127,9 +127,9 @@ class Frozen(Direct):
     "name, cache, new, most",
     [
         ("hstu", CACHE, 0, 71),
-        ("hstu", CACHE, 1, 137),
+        ("hstu", CACHE, 1, 138),
         ("hstu", 0, 1, 107),
-        ("attention", CACHE, 1, 134),
+        ("attention", CACHE, 1, 135),
     ],
 )
 def test_calls_of_a_batch(served, monkeypatch, name, cache, new, most):
