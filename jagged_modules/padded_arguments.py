@@ -166,11 +166,9 @@ class Arguments:
         offsets: Mapping[str, str],
         named_rows: Collection[str] = (),
     ) -> None:
-        named = kwargs
-        if args:
-            named = {
-                names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)
-            } | kwargs
+        named = {
+            names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)
+        } | kwargs
         # literals: list[Leaf]() and the like take far longer
         self.leaves: list[Leaf] = []
         self.forms: list[tuple[Any, ...]] = []
