@@ -67,6 +67,13 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="rows of the cache's pages; 128 on a GPU, else 16, if not given",
     )
+    parser.add_argument(
+        "--history-slack",
+        type=int,
+        default=0,
+        help="events that a next-item model's history leaves out when it outgrows the window, so"
+        " that as many are appended before it is encoded anew",
+    )
 
 
 def ranker_from_options(
@@ -80,6 +87,7 @@ def ranker_from_options(
         graphs=uses_graphs(options, device),
         cache_dtype=CACHE_DTYPES.get(options.cache_dtype),
         without_log=without_log,
+        slack=options.history_slack,
     )
     return make_ranker(weights, device, cache_bytes, options.data, options.page_rows, **kinds)
 
@@ -107,6 +115,7 @@ def make_ranker(
     graphs: bool = False,
     cache_dtype: torch.dtype | None = None,
     without_log: bool = False,
+    slack: int = 0,
 ) -> Ranker:
     """The ranker of a file of weights and its log. The histories are those before the test split.
 
@@ -120,15 +129,19 @@ def make_ranker(
         graphs: whether batches are replayed from CUDA graphs.
         cache_dtype: of cached keys and values in 8 bits; `dtype` if None.
         without_log: whether no log is read, and the histories of its users are empty.
+        slack: see `CacheKind`.
 
     Raises:
         ValueError: the model has no ranker, or none with a cache or without a log; the log is not
-            that of the training; a history does not fit the cache; there is a cache_dtype and no
-            cache.
+            that of the training; a history does not fit the cache; there is a cache_dtype or a
+            slack and no cache; a slack and no next-item model.
     """
-    name, cache = weights.settings["model"], CacheKind(cache_bytes, page_rows, cache_dtype)
+    name, cache = weights.settings["model"], CacheKind(cache_bytes, page_rows, cache_dtype, slack)
     if cache_dtype is not None and not cache_bytes:
         raise ValueError("--cache-dtype needs a cache, got --cache-mb 0")
+    if slack and not (cache_bytes and name in ENCODERS):
+        what = f"--cache-mb {cache_bytes / 1e6:g} of {name}"
+        raise ValueError(f"--history-slack needs a next-item model with a cache, got {what}")
     if without_log and name not in ENCODERS:
         raise ValueError(f"--without-log needs a next-item model, not {name}, which has features")
     options = dict(cache=cache, dtype=dtype, graphs=graphs)

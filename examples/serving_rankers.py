@@ -85,11 +85,14 @@ class CacheKind(NamedTuple):
 
     page_rows: of a page; those of `PAGE_ROWS` if None.
     dtype: of keys and values in 8 bits; that of the model if None.
+    slack: of a next-item model's history that is longer than the window, so many fewer events are
+        encoded, so that as many can be appended before it is encoded anew.
     """
 
     max_bytes: int
     page_rows: int | None = None
     dtype: torch.dtype | None = None
+    slack: int = 0
 
 
 class Ranker(ABC):
@@ -135,7 +138,13 @@ class Ranker(ABC):
         self.settings, self.vocabulary, self.dtype = settings, vocabulary, dtype
         dense.to(dtype)
         self.device = next(model.parameters()).device
-        max_bytes, page_rows, cache_dtype = cache
+        max_bytes, page_rows, cache_dtype, slack = cache
+        if not 0 <= slack < max_history:
+            raise ValueError(
+                f"--history-slack must be 0 to {max_history - 1}, less than the model's"
+                f" --max-history, got {slack}"
+            )
+        self._slack = slack
         if page_rows is None:
             page_rows = PAGE_ROWS.get(self.device.type, 128)
         self.run: Any = jm.graphed(self.step, **GRAPHS) if graphs else self.step
@@ -145,6 +154,8 @@ class Ranker(ABC):
             layer = self._cached_layer()
             layer.takes_host_tables = graphs
             self.cache = jm.PagedHistoryCache(layer, max_bytes, page_rows, cache_dtype)
+        # whether one step encodes and scores: rows are read where it writes them
+        self._encodes_and_scores = self.cache is None or self.cache.reads_pages
         self.ratings: list[float] = []
         self.store: EventStore | None = None
         self.stages = Stages()
@@ -229,11 +240,6 @@ class Ranker(ABC):
         if self.store is not None:
             self.store.forget(str(self.histories.users[user]))
         self.replace_events(user, NONE)
-
-    @property
-    def _encodes_and_scores(self) -> bool:
-        """Whether one step encodes and scores: rows are read where it writes them."""
-        return self.cache is None or self.cache.reads_pages
 
     @property
     def captures(self) -> int:
@@ -455,7 +461,7 @@ class RankingRanker(Ranker):
         """The users whose histories are encoded."""
         fresh: Mapping[int, Any] = batch.counts
         if self.cache is not None:
-            fresh = dict.fromkeys(self.cache.missing(batch.counts)) | batch.new
+            fresh = dict.fromkeys(self.cache.missing([*batch.counts])) | batch.new
         self.counts["encoded"] += len(fresh)
         self.counts["reused"] += len(batch.counts) - len(fresh)
         return fresh
@@ -566,6 +572,8 @@ class SequenceRanker(Ranker):
         # of `step.encoded`, for cached users
         rows = 1 if self.cache is None else min(self.histories.num_users, FIRST_ROWS) + 64
         self._encoded = UserRows(self.step.grow, rows)
+        # of users whose cached rows are of fewer events than the history and the window have
+        self._shorter: dict[int, int] = {}
 
     def _cached_layer(self) -> CachedStep:
         return CachedStep(
@@ -597,10 +605,11 @@ class SequenceRanker(Ranker):
         them whose histories begin with these events; and the items of the events and their
         positions, None if there are none."""
         users, new, most = batch.counts, batch.new, self.max_history
-        missing: Container[int] = users if self.cache is None else set(self.cache.missing(users))
+        missing: Container[int] = users if self.cache is None else set(self.cache.missing([*users]))
         if not (missing or new):
             self.counts["reused"] += len(users)
             return [], [], None
+        shorter = self._shorter
         items: list[np.ndarray] = []
         spans: list[np.ndarray] = []
         encoded: list[int] = []
@@ -622,12 +631,15 @@ class SequenceRanker(Ranker):
                         encoded.append(user)
                         lengths.append(0)
                     continue
-                begin = histories.length(user)
+                begin = shorter.get(user) or histories.length(user)
             # when a window is outgrown, all positions change
             if begin and begin + length <= most:
                 items.append(events.item)
+                if user in shorter:
+                    shorter[user] = begin + length
             else:
-                begin, length = 0, histories.collect(user, events, most, items)
+                count = self._window(user, len(events.item)) if self._slack else most
+                begin, length = 0, histories.collect(user, events, count, items)
                 anew.append(user)
             encoded.append(user)
             lengths.append(length)
@@ -639,6 +651,14 @@ class SequenceRanker(Ranker):
         np.concatenate(items, out=values[:, 0])
         np.concatenate(spans, out=values[:, 1])
         return encoded, anew, _jagged(values, lengths)
+
+    def _window(self, user: int, new: int) -> int:
+        """How many events of a history are encoded, with so many new ones."""
+        if self.histories.length(user) + new <= self.max_history:
+            self._shorter.pop(user, None)
+            return self.max_history
+        self._shorter[user] = self.max_history - self._slack
+        return self._shorter[user]
 
     def attention(self, user: int, candidates: np.ndarray) -> None:
         """None: candidates do not attend to the history."""

@@ -166,11 +166,9 @@ class Arguments:
         offsets: Mapping[str, str],
         named_rows: Collection[str] = (),
     ) -> None:
-        named = kwargs
-        if args:
-            named = {
-                names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)
-            } | kwargs
+        named = {
+            names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)
+        } | kwargs
         # literals: list[Leaf]() and the like take far longer
         self.leaves: list[Leaf] = []
         self.forms: list[tuple[Any, ...]] = []
@@ -211,7 +209,7 @@ class Arguments:
     def _flatten(self, name: str, x: Any) -> tuple[Any, ...]:
         if x is None:
             return "constant", None
-        if isinstance(x, PagedRows) and x.host is not None:
+        if isinstance(x, PagedRows) and x.host is not None:  # maps of selections are copied
             return self._flatten_pages(name, x, x.host)
         if isinstance(x, Jagged):
             return (

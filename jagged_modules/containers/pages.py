@@ -43,7 +43,8 @@ class UserTable:
         """Offsets, pages and segmentation, on the device."""
         with outside_inference_mode():
             if self.tables is None:
-                offsets, table = tables_of(self._on_device, self.page_rows, self.num_rows)
+                users = self.users.to(self.device, non_blocking=True)
+                offsets, table = tables_of(users, self.page_rows, self.num_rows)
             else:
                 offsets, table = (x.to(self.device, non_blocking=True) for x in self.tables)
         # the pages are in use as long as either table exists
@@ -55,24 +56,18 @@ class UserTable:
     def room(self) -> Tensor:
         """The rows that the new events are written to, on the device."""
         assert self.events is not None
-        offsets, count = self.events
-        offsets = offsets.to(self.device, non_blocking=True)
-        return rows_of_events(self._on_device, offsets, count, self.page_rows, -1)
-
-    @functools.cached_property
-    def _on_device(self) -> Tensor:
-        return self.users.to(self.device, non_blocking=True)
+        users, offsets = (
+            x.to(self.device, non_blocking=True) for x in (self.users, self.events[0])
+        )
+        return rows_of_events(users, offsets, self.events[1], self.page_rows, spare=-1)
 
 
 def _forget(table: Tensor) -> None:
     """Called with what was kept until now."""
 
 
-# Graphs compute these, so they have few operators.
-
-
 def tables_of(users: Tensor, page_rows: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """The offsets `[B + 1]` and the table of `Pages` of the users of a `UserTable`."""
+    """Offsets `[B + 1]` and table of `Pages` of the users, for graphs by few operators."""
     size, width = users.shape[0], users.shape[1] - 1
     offsets = pad(users[:, 0].cumsum(0), (1, 0))
     segments = torch.arange(size, device=users.device)

@@ -274,7 +274,8 @@ class PagedHistoryCache:
         if torch.is_grad_enabled():  # a decorator takes longer than the check
             with torch.no_grad():
                 return self.append(users, events, anew=anew, **others)
-        check_sequence(anew)
+        if type(anew) not in (list, tuple):  # users must have these keys, which are checked
+            check_sequence(anew)
         in_pages = (
             self.layer.append_reads_cache
             and self.reads_pages
@@ -319,8 +320,7 @@ class PagedHistoryCache:
         check_users(users, len(lengths), "events")
         with self._ordered(copies=False):
             table, known = self._check_cached(users, anew)
-            if self._readers:
-                self._wait_for_readers()
+            self._wait_for_readers()
             table.reserve(users, known, lengths)
         try:
             with self._lock:

@@ -162,8 +162,8 @@ class PageTable:
                 while self.width < len(x.pages):
                     self.width *= 2
 
-    def rows_of(self, known: Sequence[UserPages], lengths: Sequence[int]) -> bytearray:
-        """The rows of a `UserTable` of these users, with so many rows each."""
+    def rows_of(self, known: Sequence[UserPages], lengths: Sequence[int]) -> Tensor:
+        """The `UserTable.users` of these users, with so many rows each."""
         size = 1 + self.width
         rows: list[array[int]] = []
         for x, length in zip(known, lengths):
@@ -173,7 +173,9 @@ class PageTable:
                 row.extend([0] * (size - len(row)))
             row[0] = length
             rows.append(row)
-        return bytearray().join(rows)
+        if not rows:  # an empty buffer is an error
+            return torch.empty(0, size, dtype=torch.int32, device="cpu")
+        return torch.frombuffer(bytearray().join(rows), dtype=torch.int32).view(-1, size)
 
     def count(self, known: Sequence[UserPages], lengths: Sequence[int]) -> None:
         """Users with these pages have so many more rows, for which they have pages."""

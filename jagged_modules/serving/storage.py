@@ -145,9 +145,7 @@ class RowStorage:
         """So many rows of each user, from the start of the pages, of each layer. events: of the
         `UserTable`."""
         assert self.dtype is not None
-        rows = pages.rows_of(known, lengths) or bytearray(4)  # an empty buffer is an error
-        users, tables = torch.frombuffer(rows, dtype=torch.int32), None
-        users = users.view(len(lengths), -1) if lengths else users[:0].view(0, 1)
+        users, tables = pages.rows_of(known, lengths), None
         if not self.tables_on_host:
             ends = array("q", itertools.accumulate(lengths, initial=0))
             entries = table_of([x.pages for x in known], ends[1:], self.page_rows)
@@ -170,15 +168,14 @@ class RowStorage:
         """Of each layer, the users' rows and those of new events, with these lengths and offsets,
         as room. new_timestamps: of the events, which are written. A layer refuses wrong ones."""
         ends = [x.first + x.length + n for x, n in zip(known, lengths)]
-        layers, index = self.in_pages(pages, known, ends, (offsets, sum(lengths))), None
+        layers = self.in_pages(pages, known, ends, (offsets, sum(lengths)))
         if not self.tables_on_host or self.timestamps is not None:
             index = rows_on_host(ranges_of(known, lengths), self.page_rows)
             index = index.to(self.device, non_blocking=True)
-            kind = index.shape, torch.int64
-            times = new_timestamps
+            times, kind = new_timestamps, (index.shape, torch.int64)
             if isinstance(times, Tensor) and (times.shape, times.dtype) == kind:
                 self.write_timestamps(index, times)
-            if layers[0].host is not None and not self.tables_on_host:
+            if layers[0].host is not None:
                 layers[0].host.room = index
         for rows, own in zip(layers, self._layers):
             rows.room = Room(own.with_spare, own.all_scales)

@@ -96,6 +96,25 @@ def test_scores_of_a_history_of_one_event_that_grows(served, name):
         assert_same_scores(cached.score(batch), whole.score(batch))
 
 
+@pytest.mark.parametrize(
+    "name, cache, slack, message",
+    [
+        ("hstu", CACHE, 60, "^--history-slack must be 0 to 59, .* got 60$"),
+        ("hstu", CACHE, -1, "^--history-slack must be 0 to 59, .* got -1$"),
+        ("hstu", 0, 5, "^--history-slack needs a next-item model .* got --cache-mb 0 of hstu$"),
+        (
+            "attention",
+            CACHE,
+            5,
+            "^--history-slack needs a next-item .* got --cache-mb 10 of attention$",
+        ),
+    ],
+)
+def test_slack_that_cannot_be(served, name, cache, slack, message):
+    with pytest.raises(ValueError, match=message):
+        ranker_of(served[name], cache, slack=slack)
+
+
 @every_model
 def test_several_requests_of_a_user(served, name):
     """Scored together, after the events of the first, in the order of the requests."""
@@ -120,6 +139,33 @@ def test_requests_of_a_user_of_which_one_stores_its_events(served, name):
     ranker.score(batch)
     assert [ranker.histories.length(user) for user in (7, 8)] == [lengths[0] + 2, lengths[1]]
     assert 7 not in ranker.cache and 8 not in ranker.cache
+
+
+@pytest.mark.parametrize("page_rows, graphs", [(16, False), (128, False), (128, True)])
+def test_a_history_that_outgrows_the_window_with_slack(served, padded, page_rows, graphs):
+    """Of 6 events behind a full window, one encodes anew, without the 5 oldest. Scores are those of
+    a model that is given just this window. An evicted user's window is as short."""
+    bare = ranker_of(served["hstu"], 0, without_log=True)
+    ranker = ranker_of(served["hstu"], CACHE, page_rows, graphs=graphs, slack=5)
+    most, requests, windows = ranker.max_history, Requests(ranker), []
+    for step in range(most + 20):
+        request = requests.of(3, events=int(step < most + 17), candidates=4)
+        if step == most + 18:
+            ranker.cache.evict([3])
+        encoded = ranker.counts["encoded"]
+        (found,) = ranker.score([request])
+        length = ranker.histories.length(3)
+        if not windows or ranker.counts["encoded"] > encoded:
+            windows.append(length if length <= most else most - 5)
+        else:
+            windows.append(windows[-1] + len(request.events.item))
+        events = ranker.histories.window(3, NONE, windows[-1])
+        alone = Request(3, request.candidates, events, stores_events=False)
+        assert_same_scores([found], bare.score([alone]))
+    first = windows.index(most)
+    cycle = [*range(most - 5, most + 1)]
+    assert windows[first + 1 : first + 13] == cycle * 2 and windows[-2:] == [most - 5] * 2
+    assert ranker.counts["appended"] > ranker.counts["encoded"]
 
 
 @pytest.mark.parametrize("cache", [0, CACHE])

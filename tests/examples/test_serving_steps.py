@@ -127,9 +127,9 @@ class Frozen(Direct):
     "name, cache, new, most",
     [
         ("hstu", CACHE, 0, 72),
-        ("hstu", CACHE, 1, 145),
+        ("hstu", CACHE, 1, 139),
         ("hstu", 0, 1, 108),
-        ("attention", CACHE, 1, 140),
+        ("attention", CACHE, 1, 136),
     ],
 )
 def test_calls_of_a_batch(served, monkeypatch, name, cache, new, most):
