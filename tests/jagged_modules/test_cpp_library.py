@@ -14,12 +14,13 @@ from jagged_kernels.attention.autograd import differentiate_attention
 from jagged_kernels.attention.params import SegmentTensors
 
 import jagged_modules as jm
+from jagged_modules import cpp_library
 from jagged_modules import functional as F
 from jagged_modules.activations import ACTIVATIONS
 from jagged_modules.cpu import attention as python
 from jagged_modules.functional import din_node
 
-from ..compiled import library
+from ..compiled import library, object_file
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -62,6 +63,11 @@ def din_calls(operator, monkeypatch):
         lambda *arguments: called.append(arguments) or found(*arguments),
     )
     return called
+
+
+@pytest.mark.parametrize("source", sorted(cpp_library.SOURCES.glob("*.cpp")), ids=lambda x: x.name)
+def test_a_source_compiles_without_warnings(source, tmp_path):
+    assert object_file(source, cpp_library.command(tmp_path / "library.so")).exists()
 
 
 @pytest.mark.parametrize("name", ["attention_cpu", "din_attention_cpu"])

@@ -1,6 +1,7 @@
 """Attention's Gluon kernels, for compute capability 9.0, and the Triton kernels that run between
 them compile."""
 
+import functools
 import re
 
 import pytest
@@ -237,9 +238,10 @@ def assert_warp_specialised(compiled):
     3,
     "name, dim, dtype, activation, mask, group",
     [
-        ("fwd", 256, "bf16", "softmax", "window", 1),
+        ("fwd", 256, "bf16", "softmax", "none", 1),
         ("dq", 256, "bf16", "silu", "hstu", 1),
         ("dkdv", 192, "bf16", "softmax", "none", 2),
+        ("fwd", 256, "bf16", "softmax", "window", 1),
         ("fwd", 136, "fp16", "gelu_tanh", "none", 2),
         ("dq", 192, "fp16", "softmax", "semi-local", 2),
         ("dkdv", 256, "fp16", "silu", "hstu", 1),
@@ -473,23 +475,27 @@ def test_hopper_attention_kernels_with_shared_operands_compile(name, dim, mask, 
     1,
     "dim, mask, activation",
     [
+        (128, "none", "softmax"),
         (128, "window", "softmax"),
         (64, "none", "softmax"),
         (64, "window", "softmax"),
-        (128, "none", "softmax"),
         (64, "window", "silu"),
     ],
 )
-def test_hopper_forward_that_assigns_tiles_dynamically_compiles(dim, mask, activation):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_hopper_forward_that_assigns_tiles_dynamically_compiles(dim, mask, activation, dynamic):
+    compiled = forward_with_tiles(dim, mask, activation, dynamic)
+    assert ("atom.global" in compiled.asm["ptx"]) == dynamic
+    static = forward_with_tiles(dim, mask, activation, False)
+    assert spilled_bytes(compiled.asm["cubin"]) <= spilled_bytes(static.asm["cubin"]) + 16
+
+
+@functools.cache
+def forward_with_tiles(dim, mask, activation, dynamic):
+    """Assigned by a counter (dynamic), or by the zigzag."""
     config = hopper_attention_config("fwd", dim, activation, mask != "none", long=True)
-    dynamic, static = (
-        compile_hopper_attention(
-            "fwd", dim, "bf16", activation, MASKS[mask], config=config._replace(dynamic_tiles=x)
-        )
-        for x in (True, False)
-    )
-    assert "atom.global" in dynamic.asm["ptx"] and "atom.global" not in static.asm["ptx"]
-    assert spilled_bytes(dynamic.asm["cubin"]) <= spilled_bytes(static.asm["cubin"]) + 16
+    config = config._replace(dynamic_tiles=dynamic)
+    return compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], config=config)
 
 
 @slow_after(1, "dim, activation", [(64, "softmax"), (128, "gelu_tanh")])
@@ -516,11 +522,11 @@ CAUSAL = MaskParams(1, -1, -1, 0, 1, 0, 0, 0)
     "dim, dtype, activation, mask, group",
     [
         (64, "bf16", "silu", CAUSAL, 1),
+        (128, "bf16", "softmax", None, 2),
         (128, "bf16", "softmax", CAUSAL, 2),
         (64, "bf16", "softmax", None, 1),
         (64, "fp16", "softmax", CAUSAL, 4),
         (96, "fp16", "gelu_tanh", None, 1),
-        (128, "bf16", "softmax", None, 1),
         (128, "bf16", "silu", CAUSAL, 1),
         (40, "bf16", "gelu", None, 2),
     ],
@@ -632,11 +638,12 @@ def test_hopper_attention_kernel_of_grouped_keys_compiles(dim):
     2,
     "query_groups, dim, activation, mask, bias",
     [
+        (2, 128, "softmax", "grouped", None),
+        (2, 128, "softmax", "none", "position"),
         (2, 64, "softmax", "grouped", None),
         (2, 128, "softmax", "none", "both"),
         (3, 128, "softmax", "none", None),
         (2, 64, "softmax", "none", None),
-        (2, 128, "softmax", "grouped", None),
         (2, 128, "gelu_tanh", "none", None),
         (3, 256, "gelu_tanh", "grouped", None),
         (2, 64, "softmax", "grouped", "both"),

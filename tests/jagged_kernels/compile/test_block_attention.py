@@ -68,33 +68,39 @@ def compile_block_attention(
     )
 
 
-@slow_after(
-    1,
-    "rotate, relative, fp32_dims",
-    [(None, False, (16, 64)), ("qk", True, (32,)), ("qk", False, (16,)), ("qkv", False, (32, 64))],
-    ids=str,
-)
-@pytest.mark.parametrize("name", ["fwd", "bwd"])
-def test_block_attention_kernels_compile(name, rotate, relative, fp32_dims):
+FP32_DIMS = {  # of rotate, relative
+    (None, False): (16, 64),
+    ("qk", True): (32,),
+    ("qk", False): (16,),
+    ("qkv", False): (32, 64),
+}
+forms = slow_after(1, "rotate, relative", FP32_DIMS, ids=str)
+names = pytest.mark.parametrize("name", ["fwd", "bwd"])
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100])
+@forms
+@names
+def test_block_attention_kernels_compile(name, rotate, relative, capability):
     cases = wide, narrow = (128, 64, 1), (64, 16, 2)
     # 8.0 and 8.6 have the same configurations, which must fit the memory of 8.6. Wide heads take
     # longest to compile there: those with q and k at absolute positions are part of those with v
     # too.
     before_hopper = narrow if (rotate, relative) == ("qk", False) else wide
-    for capability, shared_memory, some in (
-        (80, 99, [narrow]),
-        (86, 99, [before_hopper]),
-        (90, 227, cases),
-        (100, 227, cases),
-    ):
-        for dim, block_size, group in some:
-            compiled = compile_block_attention(
-                name, capability, "bf16", dim, block_size, rotate, relative, group
-            )
-            assert compiled.metadata.shared <= shared_memory * 1024
-            if capability == 90:
-                assert "wgmma.mma_async" in compiled.asm["ptx"]
-    for dim in fp32_dims:
+    cases = {80: [narrow], 86: [before_hopper]}.get(capability, cases)
+    for dim, block_size, group in cases:
+        compiled = compile_block_attention(
+            name, capability, "bf16", dim, block_size, rotate, relative, group
+        )
+        assert compiled.metadata.shared <= (99 if capability < 90 else 227) * 1024
+        if capability == 90:
+            assert "wgmma.mma_async" in compiled.asm["ptx"]
+
+
+@forms
+@names
+def test_block_attention_kernels_compile_in_fp32(name, rotate, relative):
+    for dim in FP32_DIMS[rotate, relative]:
         compile_block_attention(name, 90, "fp32", dim, 64, rotate, relative)
 
 
