@@ -32,7 +32,7 @@ class CacheFull(ValueError):
 @dataclasses.dataclass
 class UserPages:
     """The pages of one user: rows first to first + length of them. weights: the version of the
-    weights that computed the rows."""
+    weights that computed the rows; its complement, which is negative, from `restart` to `count`."""
 
     weights: int
     pages: array[int] = dataclasses.field(default_factory=lambda: array("i"))
@@ -108,16 +108,18 @@ class PageTable:
         return self.extend(users, lengths)
 
     def restart(self, users: Iterable[Hashable], weights: int) -> None:
-        """Users have no rows, until `reserve` in the pages that they had, unless these are read."""
+        """Users have no rows, until `reserve` in the pages that they had, unless these are read.
+        They are not cached until `count`: another thread would take them for users without
+        events."""
         for user in users:
             x = self.users.get(user)
             if x is None or self._readers:
                 if x is not None:
                     self.drop(user)
-                self.users[user] = UserPages(weights)
+                self.users[user] = UserPages(~weights)
             else:
                 self.num_rows -= x.length
-                x.weights, x.first, x.length = weights, 0, 0
+                x.weights, x.first, x.length = ~weights, 0, 0
 
     def extend(self, users: Sequence[Hashable], lengths: Sequence[int]) -> list[RowRange]:
         """Give each user pages for so many more rows. Returns the rows to write, of users who have
@@ -162,6 +164,7 @@ class PageTable:
         """Users with these pages have so many more rows, for which they have pages."""
         for x, length in zip(known, lengths):
             x.length += length
+            x.weights = max(x.weights, ~x.weights)
         self.num_rows += sum(lengths)
 
     def trim(self, users: Iterable[Hashable]) -> None:
