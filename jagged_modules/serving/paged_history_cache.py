@@ -434,8 +434,8 @@ class PagedHistoryCache:
     def _check_cached(
         self, users: Sequence[Hashable], anew: Sequence[Hashable] = ()
     ) -> tuple[PageTable, list[UserPages]]:
-        """The page table, and the pages of the users, who must be cached. Those of anew have no rows
-        first, and are not cached to others."""
+        """The page table, and the pages of the users, who must be cached. Those of anew have no
+        rows first, and are not cached to others."""
         weights, table = self._current_weights(), self._table
         if anew and table.num_pages:
             if strangers := set(anew).difference(users):
