@@ -66,6 +66,16 @@ def is_symbolic(x: float) -> bool:
     return not symbolic_shapes.has_static_value(x)
 
 
+def may_hold(condition: bool) -> bool:
+    """Whether a condition on sizes holds; True where torch.compile does not know. It knows no size
+    that is read from a tensor, as the rows of a feature of a KeyedJaggedTensor."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental import symbolic_shapes  # imports sympy
+
+    return symbolic_shapes.guard_or_true(condition)
+
+
 def as_constant(x: float) -> float:
     """A module's number as a constant of the graph. torch.compile takes floats of modules for
     inputs of the graph."""

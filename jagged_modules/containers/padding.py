@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from ..scalars import check_choice, check_kind, to_ints
 from ..segments import check_device, check_integers, values_are_checkable
+from ..tracing import may_hold
 from ..validation import check_dense
 from .offsets import segments_and_positions
 
@@ -20,6 +21,11 @@ KEPT = ("newest", "oldest")
 def padded_to(x: Tensor, rows: int) -> Tensor:
     """x `[n, ...]` with rows of 0 behind its own."""
     return x if x.shape[0] == rows else pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0]))
+
+
+def never_empty(x: Tensor) -> Tensor:
+    """x `[n, ...]`, with a row of 0 behind its own where n may be 0: a row to gather from."""
+    return pad(x, (0, 0) * (x.dim() - 1) + (0, 1)) if may_hold(x.shape[0] == 0) else x
 
 
 def padded(

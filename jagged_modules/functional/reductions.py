@@ -19,7 +19,7 @@ from ..containers.offsets import (
     rows_and_segments,
     segments_and_positions,
 )
-from ..containers.padding import indices_of_true, padded_to
+from ..containers.padding import indices_of_true, never_empty
 from ..cpu.buckets import compute_dtype
 from ..dtypes import autocast_dtype
 from ..scalars import check_kind, check_shape, check_size
@@ -124,7 +124,7 @@ def jagged_max(x: Any, offsets: Tensor | None = None, empty: float = 0) -> Tenso
     check_rows("jagged_max", "x", x)
     check_fill("empty", empty, "x", x)
     offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's")
-    x = padded_to(x, max(x.shape[0], 1))  # a row, which no segment has, to be gathered from
+    x = never_empty(x)
     total, segments = x.shape[0], offsets.shape[0] - 1
     segment, _ = segments_and_positions(offsets, total)
     index = _per_row(segment.long(), x).expand_as(x)

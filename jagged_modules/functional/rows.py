@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..containers.offsets import concatenated_rows, rows_and_segments, segments_and_positions
-from ..containers.padding import KEPT, SIDES, padded, padded_to
+from ..containers.padding import KEPT, SIDES, never_empty, padded
 from ..dtypes import in_one_dtype
 from ..scalars import check_choice, check_equal, check_kind, check_shape, check_size
 from ..segments import (
@@ -369,10 +369,10 @@ def rows_or_zeros(x: Tensor, index: Tensor, absent: Tensor | None) -> Tensor:
     """x[index], with 0 where the index is absent and not used."""
     if absent is None:
         return x.index_select(0, index)
-    if x.shape[0] == 0:
-        return padded_to(x, index.shape[0])
-    return x.index_select(0, torch.where(absent, 0, index)).masked_fill(
-        absent.view(-1, *[1] * (x.dim() - 1)), 0
+    return (
+        never_empty(x)
+        .index_select(0, torch.where(absent, 0, index))
+        .masked_fill(absent.view(-1, *[1] * (x.dim() - 1)), 0)
     )
 
 

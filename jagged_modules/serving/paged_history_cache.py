@@ -257,8 +257,8 @@ class PagedHistoryCache:
                 the histories of others first.
             events, others: arguments of the layer's `append`, such as timestamps.
             anew: those of the users whose histories begin with these events. What is cached of them
-                is dropped; they need not be cached, but something must be. If the call fails, they
-                are not cached.
+                is dropped; they need not be cached, but something must be. They are not cached
+                while the call runs, nor if it fails.
 
         Returns:
             What the layer's `append` returns for the events: for an HSTUStack, and for a
@@ -295,13 +295,11 @@ class PagedHistoryCache:
     ) -> Any:
         """`append` of a layer that returns the keys and values of the events."""
         check_users(users, Jagged.wrap(events, name="events").num_segments, "events")
-        if anew:
-            with self._ordered(copies=False):
-                self._check_cached(users, anew)
         if self.layer.append_reads_cache:
-            cached = self._select(users, self.reads_pages and self.layer.max_cached_rows is None)
+            in_pages = self.reads_pages and self.layer.max_cached_rows is None
+            cached = self._select(users, in_pages, anew)
         else:
-            cached = self._empty(users)
+            cached = self._empty(users, anew)
         outputs, added = self.layer.append(events, cached, **others)
         del cached  # its pages
         with self._ordered():
@@ -383,10 +381,12 @@ class PagedHistoryCache:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _select(self, users: Sequence[Hashable], in_pages: bool) -> HistoryCache:
+    def _select(
+        self, users: Sequence[Hashable], in_pages: bool, anew: Sequence[Hashable] = ()
+    ) -> HistoryCache:
         """The rows of users, if wanted in pages: unless a history begins within a page."""
         with self._ordered():
-            table, known = self._check_cached(users)
+            table, known = self._check_cached(users, anew)
             move = table.users.move_to_end
             for user in users:
                 move(user)
@@ -442,18 +442,20 @@ class PagedHistoryCache:
     def _check_cached(
         self, users: Sequence[Hashable], anew: Sequence[Hashable] = ()
     ) -> tuple[PageTable, list[UserPages]]:
-        """The page table, and the pages of the users, who must be cached. Those of anew get none
-        first."""
+        """The page table, and the pages of the users, who must be cached. Those of anew have no
+        rows first, and are not cached to others."""
         weights, table = self._current_weights(), self._table
         if anew and table.num_pages:
             if strangers := set(anew).difference(users):
                 raise ValueError(f"anew must be of the users, got {strangers.pop()!r}")
             table.restart(anew, weights)
-        get = table.users.get
-        known = [x for user in users if (x := get(user)) is not None and x.weights == weights]
+        get, accepted = table.users.get, (weights, ~weights) if anew else (weights,)
+        known = [x for user in users if (x := get(user)) is not None and x.weights in accepted]
         if len(known) < len(users):
-            user = next(user for user in users if not self._is_cached(user, weights))
-            state = "was cached with other weights" if user in table.users else "is not cached"
+            held = [(user, get(user)) for user in users]
+            user, x = next((u, x) for u, x in held if x is None or x.weights not in accepted)
+            is_stale = x is not None and x.weights >= 0
+            state = "was cached with other weights" if is_stale else "is not cached"
             raise KeyError(f"user {user!r} {state}: put the history first")
         if not table.num_pages:
             raise KeyError("no user is given, and nothing is cached yet: put a history first")
@@ -513,10 +515,10 @@ class PagedHistoryCache:
             if stream is not None:
                 self._readers.add(stream)
 
-    def _empty(self, users: Sequence[Hashable]) -> HistoryCache:
-        """No rows of these users, who must be cached."""
-        with self._lock:
-            self._check_cached(users)
+    def _empty(self, users: Sequence[Hashable], anew: Sequence[Hashable]) -> HistoryCache:
+        """No rows of these users, who must be cached, or of anew."""
+        with self._ordered(copies=False):
+            self._check_cached(users, anew)
             ranges = [RowRange(array("i"), 0, 0)] * len(users)
             return self._rows.gather(ranges, self.layer.max_cached_rows)
 

@@ -32,7 +32,8 @@ class CacheFull(ValueError):
 @dataclasses.dataclass(slots=True)
 class UserPages:
     """The pages of one user: rows first to first + length of them. weights: the version of the
-    weights that computed the rows. row: of a `UserTable`, made again when the pages change."""
+    weights that computed the rows; its complement, which is negative, from `restart` to `count`.
+    row: of a `UserTable`, made again when the pages change."""
 
     weights: int
     pages: array[int] = dataclasses.field(default_factory=lambda: array("i"))
@@ -110,16 +111,18 @@ class PageTable:
         return self.extend(users, lengths)
 
     def restart(self, users: Iterable[Hashable], weights: int) -> None:
-        """Users have no rows, until `reserve` in the pages that they had, unless these are read."""
+        """Users have no rows, until `reserve` in the pages that they had, unless these are read.
+        They are not cached until `count`: another thread would take them for users without
+        events."""
         for user in users:
             x = self.users.get(user)
             if x is None or self._readers:
                 if x is not None:
                     self.drop(user)
-                self.users[user] = UserPages(weights)
+                self.users[user] = UserPages(~weights)
             else:
                 self.num_rows -= x.length
-                x.weights, x.first, x.length = weights, 0, 0
+                x.weights, x.first, x.length = ~weights, 0, 0
 
     def extend(self, users: Sequence[Hashable], lengths: Sequence[int]) -> list[RowRange]:
         """Give each user pages for so many more rows. Returns the rows to write, of users who have
@@ -181,6 +184,7 @@ class PageTable:
         """Users with these pages have so many more rows, for which they have pages."""
         for x, length in zip(known, lengths):
             x.length += length
+            x.weights = max(x.weights, ~x.weights)
         self.num_rows += sum(lengths)
 
     def trim(self, users: Iterable[Hashable]) -> None:

@@ -448,6 +448,24 @@ def test_jagged_operators(operator):
     assert_compiles_once(JAGGED[operator], batches)
 
 
+@pytest.mark.parametrize("operator", JAGGED)
+def test_rows_whose_number_is_read_from_a_tensor(operator):
+    """As that of a feature's rows, which a KeyedJaggedTensor reads from its lengths: no branch may
+    depend on it."""
+
+    def of_a_feature(x, counts, w, offsets):
+        own, _ = x.split(counts.tolist())
+        return JAGGED[operator](own, w, offsets)
+
+    batches = []
+    for users, rows in [*(size[:2] for size in SIZES), (4, 0)]:
+        offsets = random_offsets(users, rows) if rows else torch.zeros(users + 1, dtype=torch.int64)
+        x, w = torch.randn(rows + 3, DIM), torch.randn(users, DIM, 20)
+        batches.append((x, torch.tensor([rows, 3]), w, offsets))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        assert_compiles_once(of_a_feature, batches)
+
+
 @pytest.mark.parametrize("library", ["fbgemm", "torch"])
 def test_padding_without_gradients(library, monkeypatch):
     if library == "fbgemm":

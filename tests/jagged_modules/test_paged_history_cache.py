@@ -133,6 +133,30 @@ def test_a_failed_call_caches_no_history_anew():
     assert 2 not in cache and cache.statistics().bytes == cache.max_bytes // 3
 
 
+@pytest.mark.parametrize("kind,page_rows", [("rows", 4), ("hstu", 16), ("hstu", 128)])
+def test_histories_that_begin_anew_are_not_cached_before_they_are_written(kind, page_rows):
+    """What other threads find while the layer computes: they would score an empty history."""
+    layer = Rows() if kind == "rows" else hstu(config_of(), dtype=torch.float32)
+    width, append, found = 2 if kind == "rows" else WIDTH, layer.append, []
+
+    def noted(*args, **options):
+        found.append((cache.missing(["a", "b", "c"]), cache.users(), "a" in cache, "b" in cache))
+        with pytest.raises(KeyError, match="^\"user 'b' is not cached: put the history first\"$"):
+            cache.select(["a", "b"])
+        return append(*args, **options)
+
+    cache = jm.PagedHistoryCache(layer, 2**22, page_rows)
+    cache.put(["a", "b"], jagged([torch.randn(5, width)] * 2))
+    layer.append = noted
+    cache.append(["c", "a", "b"], jagged([torch.randn(2, width)] * 3), anew=["c", "b"])
+    assert found == [(["b", "c"], ["a"], True, False)]
+    assert cache.missing(["a", "b", "c"]) == []
+    assert cache.select(["a", "b", "c"]).layers[0].offsets.tolist() == [0, 7, 9, 11]
+    with pytest.raises(KeyError, match="user 'x' is not cached"):
+        cache.append(["b", "x"], jagged([torch.randn(1, width)] * 2), anew=["b"])
+    assert "b" not in cache
+
+
 def test_the_users_of_a_call_do_not_evict_one_another():
     cache = cache_of(3)
     put(cache, {1: 4, 2: 4, 3: 4})
