@@ -7,8 +7,6 @@ and computed alone has results that do not depend on the batch.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jagged_kernels.common.autograd import differentiate_by, refuse_derivative
 from jagged_kernels.common.one_thread import one_thread
@@ -64,8 +62,9 @@ def _copy(x: Tensor) -> Tensor:
 
 def weight_gradient(do: Tensor, x: Tensor) -> Tensor:
     """Σ_b do[b] `[M, N]` @ x[b]ᵀ `[N, K]` as one GEMM: `[M, K]`."""
-    dims: Any = ([0, 2], [0, 2])  # torch hides its overloads from checkers
-    return torch.tensordot(do, x, dims)
+    # not by tensordot: it compares each size to 1, and a graph may not know the batch's
+    do, x = (y.transpose(0, 1).flatten(1) for y in (do, x))
+    return do @ x.mT
 
 
 def _batched_matmul_gradients(

@@ -466,6 +466,21 @@ def test_rows_whose_number_is_read_from_a_tensor(operator):
         assert_compiles_once(of_a_feature, batches)
 
 
+def test_candidates_whose_number_is_read_from_a_tensor():
+    def of_a_feature(x, counts, weights, user_weights, users, users_of):
+        sizes = counts.tolist()
+        own, of_own = (y.split(sizes)[0] for y in (x, users_of))
+        return F.linear_compress((user_weights, weights), (users, own), of_own)
+
+    batches = []
+    for users, count in [*(size[::2] for size in SIZES), (4, 0)]:
+        rows = torch.randn(count + 3, 9, DIM), torch.tensor([count, 3])
+        weights = torch.randn(10, 9), torch.randn(10, 17), torch.randn(users, 17, DIM)
+        batches.append((*rows, *weights, torch.randint(users, (count + 3,))))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        assert_compiles_once(of_a_feature, batches)
+
+
 @pytest.mark.parametrize("library", ["fbgemm", "torch"])
 def test_padding_without_gradients(library, monkeypatch):
     if library == "fbgemm":
