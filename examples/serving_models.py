@@ -16,7 +16,10 @@ from ranking_data import RankingDataset, ranges
 from ranking_model import INTERACTIONS, PaddedTargetAttention
 from sequence_data import SequenceDataset, Windows
 from sequence_model import ENCODERS
-from serving_rankers import CacheKind, Histories, Ranker, RankingRanker, SequenceRanker
+from serving_histories import Histories
+from serving_next_item import SequenceRanker
+from serving_rankers import CacheKind, Ranker
+from serving_ranking import RankingRanker
 from training import pick_device
 
 CACHED_PARTS = {"compress", "gdpa"}  # the user's vectors of the other parts depend on the history

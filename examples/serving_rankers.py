@@ -1,20 +1,13 @@
 """Rankers: requests of several users in, scores of their candidates out, with the histories' keys
-and values kept between requests.
-
-ranking model (train_dlrm.py)   the interaction's keys and values of a history. New events change
-                                the age of all earlier ones, so the history of a user with new
-                                events is encoded anew.
-next-item model (train_hstu.py) the encoder's keys and values, and its output for the last event,
-                                which gives the query. New events are appended. A history that
-                                outgrows the model's window is encoded anew, because the positions
-                                of all events change.
+and values kept between requests. serving_ranking.py and serving_next_item.py have one for each kind
+of model.
 """
 
 import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -23,20 +16,9 @@ import numpy as np
 import torch
 from checkpoints import Weights
 from published_ids import Vocabulary
-from ranking_data import RankingDataset, ages
-from ranking_model import PaddedTargetAttention, RankingModel
-from sequence_model import SequenceModel
 from serving_events import EventStore, StoredEvent
 from serving_histories import NONE, Histories, NewEvents, Request
-from serving_steps import (
-    GRAPHS,
-    CachedStep,
-    FeatureTable,
-    RankingStep,
-    SequenceStep,
-    Step,
-    to_device,
-)
+from serving_steps import GRAPHS, CachedStep, Step
 from torch import nn
 
 import jagged_modules as jm
@@ -53,8 +35,6 @@ COMPUTED = (
     "block_size",
     "scores",
 )
-# of the table of the encoder's outputs, if there are as many users: each growth makes new graphs
-FIRST_ROWS = 2**16
 # of a cache's pages: on a GPU attention reads those of 128 rows without a copy
 PAGE_ROWS = {"cuda": 128, "cpu": 16}
 
@@ -381,284 +361,13 @@ def new_events(requests: Iterable[Request]) -> dict[int, NewEvents]:
     return {x.user: x.events for x in requests if len(x.events.item)}
 
 
-def _jagged(values: np.ndarray, lengths: Iterable[int]) -> jm.Jagged:
+def jagged(values: np.ndarray, lengths: Iterable[int]) -> jm.Jagged:
     """Segments of these lengths of the values [rows, columns], on the host. Not checked, and the
     offsets not looked up among known ones, which would take longer than the rest."""
-    offsets = _integers(accumulate(lengths, initial=0))
+    offsets = integers(accumulate(lengths, initial=0))
     return jm.Jagged.unchecked(torch.from_numpy(values), offsets, None, Segmentation())
 
 
-def _integers(values: Iterable[int]) -> torch.Tensor:
+def integers(values: Iterable[int]) -> torch.Tensor:
     """An int64 tensor of one or more numbers, in less time than by torch.tensor."""
     return torch.frombuffer(array("q", values), dtype=torch.int64)
-
-
-class RankingRanker(Ranker):
-    """Serves a RankingModel. The score is the log-odds that the user likes the candidate."""
-
-    needs_history = False
-
-    def __init__(
-        self,
-        model: RankingModel,
-        dataset: RankingDataset,
-        dtype: torch.dtype = torch.float32,
-        graphs: bool = False,
-        **options: Any,
-    ):
-        users = FeatureTable(dataset.user_features, dataset.log.num_users)
-        items = FeatureTable(dataset.log.item_features, dataset.log.num_items)
-        self.step = RankingStep(model, dtype, users, items)
-        super().__init__(model, model.head, dtype=dtype, graphs=graphs, **options)
-        model.head.over.float()
-        self.width = model.sequences.embeddings["item"].weight.shape[1]
-        self.dataset, self.ratings = dataset, dataset.ratings.tolist()
-        self._ages = ages(np.array([self.max_history]))
-        interaction = model.head.interaction
-        self._pads = graphs and isinstance(interaction, PaddedTargetAttention)
-        if self._pads:
-            interaction.pads_to_bound = True
-
-    def _cached_layer(self) -> CachedStep:
-        layer = CachedStep(
-            self.model.head.interaction,
-            cache=self._cache,
-            append=lambda events, kept, ids: self.run(events=events, kept=kept, **ids),
-        )
-        # the histories to which it appends have no rows
-        layer.append_reads_cache = layer.append_writes_pages = True
-        return layer
-
-    def _cache(self, history: Any) -> jm.HistoryCache:
-        """The keys and values of ids of events, or of no rows."""
-        if isinstance(history, jm.Jagged):
-            return self.model.head.interaction.cache(history)
-        return self.run(**history)
-
-    @property
-    def longest_window(self) -> int:
-        return max(self.max_history, self.dataset.max_stream)
-
-    def _score(self, batch: Batch) -> torch.Tensor:
-        fresh = self._users_to_encode(batch)
-        ids, joint = self._ids(batch), self._encodes_and_scores
-        events = self._events(batch, batch.counts if joint else fresh, fresh) if fresh else {}
-        self.stages.end("lookup")
-        if self.cache is None:
-            return self.run(**ids, **events)
-        users = list(batch.counts)
-        if fresh and joint:
-            logits = self._append(users, events.pop("events"), list(fresh), ids=ids | events)
-            self.stages.end("cache")
-            return logits
-        if fresh:
-            self.cache.put(list(fresh), events)
-        kept = self._select(users)
-        self.stages.end("cache")
-        return self.run(**ids, kept=kept)
-
-    def _users_to_encode(self, batch: Batch) -> Mapping[int, Any]:
-        """The users whose histories are encoded."""
-        fresh: Mapping[int, Any] = batch.counts
-        if self.cache is not None:
-            fresh = dict.fromkeys(self.cache.missing([*batch.counts])) | batch.new
-        self.counts["encoded"] += len(fresh)
-        self.counts["reused"] += len(batch.counts) - len(fresh)
-        return fresh
-
-    def _ids(self, batch: Batch) -> dict[str, Any]:
-        """The ids of users and candidates, as `RankingStep.inputs` takes them."""
-        count = self.histories.num_users
-        users = _integers([user if user < count else count for user in batch.counts])
-        return dict(users=users, targets=_jagged(batch.candidates[:, None], batch.counts.values()))
-
-    def _events(self, batch: Batch, users: Iterable[int], fresh: Container[int]) -> dict[str, Any]:
-        """The ids of the histories of fresh users, of others none, as `RankingStep.inputs` takes
-        them."""
-        histories, lengths = self._windows(batch, users, fresh, self.max_history, 3)
-        spans = [self._ages[self.max_history - n :] for n in lengths]
-        np.concatenate(spans, out=histories[:, 2])
-        events: dict[str, Any] = dict(events=_jagged(histories, lengths))
-        if self.dataset.max_stream:
-            events["stream"] = _jagged(
-                *self._windows(batch, users, fresh, self.dataset.max_stream, 2)
-            )
-        if self._pads:
-            # each is a graph of its own
-            longest = 1 << (max(1, *lengths) - 1).bit_length()
-            events["longest"] = min(longest, self.max_history)
-        return events
-
-    def _windows(
-        self, batch: Batch, users: Iterable[int], fresh: Container[int], count: int, columns: int
-    ) -> tuple[np.ndarray, list[int]]:
-        """The last events of fresh users, one user after another, [L, columns], of which the first
-        are items and ratings; and the numbers of all users' events."""
-        items: list[np.ndarray] = []
-        ratings: list[np.ndarray] = []
-        collect, new = self.histories.collect, batch.new.get
-        lengths = [
-            collect(user, new(user, NONE), count, items, ratings) if user in fresh else 0
-            for user in users
-        ]
-        values = np.empty((sum(lengths), columns), np.int64)
-        np.concatenate(items, out=values[:, 0])
-        np.concatenate(ratings, out=values[:, 1])
-        return values, lengths
-
-    @torch.no_grad()
-    def attention(self, user: int, candidates: np.ndarray) -> torch.Tensor | None:
-        head, batch = self.model.head, Batch.of([Request(user, candidates)])
-        if not isinstance(head.interaction, jm.JaggedTargetAttention):
-            return None
-        ids = self._ids(batch) | self._events(batch, [user], [user])
-        x = self.step.inputs(**to_device(ids, self.device))
-        history, _ = head.encode(x)
-        k, _ = head.interaction.cache(history).layers[0].values.chunk(2, dim=2)
-        q = head.interaction.q_proj(head.targets(x).values).unflatten(1, k.shape[1:])
-        scores = torch.einsum("chd,lhd->hcl", q, k) * k.shape[2] ** -0.5
-        return scores.softmax(dim=2).mean(dim=0).float().cpu()
-
-
-class UserRows:
-    """Which row of a tensor each user has. No user has row 0, to which padding is written.
-
-    grow: gives the tensor so many rows.
-    """
-
-    def __init__(self, grow: Callable[[int], None], rows: int) -> None:
-        self._row: dict[int, int] = {}  # of the user
-        self._free, self._grow = list(range(1, rows)), grow
-        self._count = rows
-        grow(rows)
-
-    def __len__(self) -> int:
-        return len(self._row)
-
-    def __contains__(self, user: int) -> bool:
-        return user in self._row
-
-    def assign(self, users: Iterable[int]) -> None:
-        """Give free rows to those of the users who have none."""
-        new = [user for user in users if user not in self._row]
-        if len(new) > len(self._free):
-            known, self._count = self._count, 2 * self._count + len(new)
-            self._free += range(known, self._count)
-            self._grow(self._count)
-        for user in new:
-            self._row[user] = self._free.pop()
-
-    def of(self, users: Iterable[int]) -> torch.Tensor:
-        """int64 [users] on the host, the users' rows."""
-        return _integers([self._row[user] for user in users])
-
-    def keep(self, users: Container[int]) -> None:
-        """Drop the rows of all other users."""
-        for user in [user for user in self._row if user not in users]:
-            self._free.append(self._row.pop(user))
-
-
-class SequenceRanker(Ranker):
-    """Serves a SequenceModel with the encoder hstu. The score is the dot product of the query of
-    the last event and the candidate."""
-
-    needs_history = True
-
-    def __init__(self, model: SequenceModel, dtype: torch.dtype = torch.float32, **options: Any):
-        self.step = SequenceStep(model, dtype)
-        super().__init__(model, model.encoder.encoder, dtype=dtype, **options)
-        self.width = model.encoder.norm.normalized_shape[0]
-        self._positions = np.arange(self.max_history)
-        # of `step.encoded`, for cached users
-        rows = 1 if self.cache is None else min(self.histories.num_users, FIRST_ROWS) + 64
-        self._encoded = UserRows(self.step.grow, rows)
-        # of users whose cached rows are of fewer events than the history and the window have
-        self._shorter: dict[int, int] = {}
-
-    def _cached_layer(self) -> CachedStep:
-        return CachedStep(
-            self.model.encoder.encoder,
-            append=lambda events, kept, **others: self.run(events=events, kept=kept, **others),
-        )
-
-    def _score(self, batch: Batch) -> torch.Tensor:
-        encoded, anew, ids = self._to_encode(batch)
-        candidates = _jagged(batch.candidates[:, None], batch.counts.values())
-        self.stages.end("lookup")
-        if self.cache is None:
-            return self.run(events=ids, targets=candidates)
-        if len(self._encoded) > 2 * len(self.cache) + 1024:
-            self._encoded.keep(set(self.cache.users()))
-        scores = None
-        if ids is not None:
-            self._encoded.assign(encoded)
-            others: dict[str, Any] = dict(targets=candidates) if self._encodes_and_scores else {}
-            rows = self._encoded.of(encoded)
-            scores = self._append(encoded, ids, anew, rows=rows, **others)
-        self.stages.end("cache")
-        if scores is not None:
-            return scores
-        return self.run(targets=candidates, rows=self._encoded.of(batch.counts))
-
-    def _to_encode(self, batch: Batch) -> tuple[list[int], list[int], jm.Jagged | None]:
-        """The users with events to encode, and all others if one step encodes and scores; those of
-        them whose histories begin with these events; and the items of the events and their
-        positions, None if there are none."""
-        users, new, most = batch.counts, batch.new, self.max_history
-        missing: Container[int] = users if self.cache is None else set(self.cache.missing([*users]))
-        if not (missing or new):
-            self.counts["reused"] += len(users)
-            return [], [], None
-        shorter = self._shorter
-        items: list[np.ndarray] = []
-        spans: list[np.ndarray] = []
-        encoded: list[int] = []
-        lengths: list[int] = []
-        anew: list[int] = []
-        joint, histories, positions, kept = (
-            self._encodes_and_scores,
-            self.histories,
-            self._positions,
-            0,
-        )
-        for user in users:
-            events, begin = new.get(user, NONE), 0
-            if user not in missing:
-                length = len(events.item)
-                if not length:
-                    kept += 1
-                    if joint:
-                        encoded.append(user)
-                        lengths.append(0)
-                    continue
-                begin = shorter.get(user) or histories.length(user)
-            # when a window is outgrown, all positions change
-            if begin and begin + length <= most:
-                items.append(events.item)
-                if user in shorter:
-                    shorter[user] = begin + length
-            else:
-                count = self._window(user, len(events.item)) if self._slack else most
-                begin, length = 0, histories.collect(user, events, count, items)
-                anew.append(user)
-            encoded.append(user)
-            lengths.append(length)
-            spans.append(positions[begin : begin + length])
-        self.counts["encoded"] += len(anew)
-        self.counts["appended"] += len(spans) - len(anew)
-        self.counts["reused"] += kept
-        values = np.empty((sum(lengths), 2), np.int64)
-        np.concatenate(items, out=values[:, 0])
-        np.concatenate(spans, out=values[:, 1])
-        return encoded, anew, _jagged(values, lengths)
-
-    def _window(self, user: int, new: int) -> int:
-        """How many events of a history are encoded, with so many new ones."""
-        if self.histories.length(user) + new <= self.max_history:
-            self._shorter.pop(user, None)
-            return self.max_history
-        self._shorter[user] = self.max_history - self._slack
-        return self._shorter[user]
-
-    def attention(self, user: int, candidates: np.ndarray) -> None:
-        """None: candidates do not attend to the history."""

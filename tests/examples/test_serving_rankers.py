@@ -18,7 +18,8 @@ from checkpoints import Weights, export_weights, load_weights
 from estimated_times import estimated_times
 from ranking_data import RankingDataset
 from serving_models import make_ranker, options_of
-from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, UserRows
+from serving_next_item import UserRows
+from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request
 from serving_warm_up import warm_up
 from training import rank_unseen
 
