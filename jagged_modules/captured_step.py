@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .padded_arguments import OFFSETS, SCALAR, Arguments, Buffers, build
+from .padded_arguments import OFFSETS, SCALAR, Arguments, build
+from .padded_buffers import Buffers
 from .tracing import rehearsal
 
 WARM_UPS = 2  # the first run compiles kernels, the second launches them as later ones do

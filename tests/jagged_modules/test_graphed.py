@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import jagged_modules as jm
-from jagged_modules.padded_arguments import OFFSETS, Arguments, Buckets, Buffers, capacities_of, pad
+from jagged_modules.padded_arguments import OFFSETS, Arguments, Buckets, capacities_of
+from jagged_modules.padded_buffers import Buffers, pad
 
 from ..compatibility.cases import (
     CASES,

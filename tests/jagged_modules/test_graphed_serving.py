@@ -7,7 +7,8 @@ import torch
 import jagged_modules as jm
 from jagged_modules.captured_step import RUNNERS
 from jagged_modules.containers.pages import PagedRows
-from jagged_modules.padded_arguments import Arguments, Buckets, Buffers, capacities_of
+from jagged_modules.padded_arguments import Arguments, Buckets, capacities_of
+from jagged_modules.padded_buffers import Buffers
 
 from ..direct_graphs import Direct, poison
 from .caching import Timeline, hstu, jagged
