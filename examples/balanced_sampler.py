@@ -49,9 +49,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     Example::
 
-        sampler = BalancedBatchSampler(attention_cost(lengths, 256), batch_size=32,
-        rank=dist.get_rank(), world_size=dist.get_world_size()) loader = DataLoader(dataset,
-        batch_sampler=sampler, collate_fn=collate) for epoch in range(first_epoch, 10):
+        sampler = BalancedBatchSampler(
+            attention_cost(lengths, 256), batch_size=32,
+            rank=dist.get_rank(), world_size=dist.get_world_size(),
+        )
+        loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+        for epoch in range(first_epoch, 10):
             # resumes within an epoch
             sampler.set_epoch(epoch, first_step if epoch == first_epoch else 0)
             for batch in loader: ...
