@@ -49,9 +49,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     Example::
 
-        sampler = BalancedBatchSampler(attention_cost(lengths, 256), batch_size=32,
-        rank=dist.get_rank(), world_size=dist.get_world_size()) loader = DataLoader(dataset,
-        batch_sampler=sampler, collate_fn=collate) for epoch in range(first_epoch, 10):
+        sampler = BalancedBatchSampler(
+            attention_cost(lengths, 256), batch_size=32,
+            rank=dist.get_rank(), world_size=dist.get_world_size(),
+        )
+        loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+        for epoch in range(first_epoch, 10):
             # resumes within an epoch
             sampler.set_epoch(epoch, first_step if epoch == first_epoch else 0)
             for batch in loader: ...
@@ -166,10 +169,13 @@ SAMPLERS = {"shuffled": ShuffledBatchSampler, "balanced": BalancedBatchSampler}
 
 
 def print_predicted(costs: dict[str, Tensor], batch_size: int) -> None:
-    """The table of idle time by the cost model."""
+    """The table of idle time by the cost model. A step has whole batches."""
     print("ranks | cost      | idle, shuffled | idle, balanced | speed-up of a step")
     for world_size in (2, 8, 16, 64):
         for name, cost in costs.items():
+            if (needed := world_size * batch_size) > len(cost):
+                print(f"{world_size:5} | {name:9} | needs --samples of at least {needed}")
+                continue
             by_rank = [
                 rank_costs(kind(cost, batch_size, 0, world_size, drop_last=True), cost)
                 for kind in SAMPLERS.values()

@@ -60,10 +60,13 @@ def scores_of(ranker: Ranker) -> tuple[torch.Tensor, torch.Tensor, JaggedTensor]
 
 
 def best_unseen(scores: torch.Tensor, seen: JaggedTensor) -> torch.Tensor:
-    """The 10 best unseen items of each user, as a bool [users, items]."""
+    """The 10 best unseen items of each user, or all of fewer, as a bool [users, items]."""
     owners = torch.arange(len(scores)).repeat_interleave(seen.lengths())
     scores = scores.index_put((owners, seen.values()), torch.tensor(-torch.inf))
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(10).indices, True)
+    best = scores.topk(min(10, scores.shape[1]))
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(
+        1, best.indices, best.values != -torch.inf
+    )
 
 
 def compare(weights: Weights, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -77,6 +80,8 @@ def compare(weights: Weights, options: argparse.Namespace) -> list[dict[str, Any
         scores, targets, seen = scores_of(ranker)
         best = best_unseen(scores, seen)
         exact = best if exact is None else exact
+        if not exact.any():
+            raise ValueError("each tested user has seen all items: there is nothing to rank")
         row = {"dtype": dtype, "cache": cache}
         row |= next_item_metrics(rank_unseen(scores, targets, seen), [10])
         row["equal_top_10"] = (best == exact).all(dim=1).double().mean().item()
@@ -94,10 +99,13 @@ def compare(weights: Weights, options: argparse.Namespace) -> list[dict[str, Any
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
-    weights = load_weights(options.weights)
-    if (model := weights.settings["model"]) not in ENCODERS:
-        sys.exit(f"cached_ranks: {options.weights} must be of a next-item model, not {model}")
-    rows = compare(weights, options)
+    try:
+        weights = load_weights(options.weights)
+        if (model := weights.settings["model"]) not in ENCODERS:
+            raise ValueError(f"{options.weights} must be of a next-item model, not {model}")
+        rows = compare(weights, options)
+    except (ValueError, OSError) as error:
+        sys.exit(f"cached_ranks: {error}")
     if options.json is not None:
         save_json(options.json, {"torch": torch.__version__, "rows": rows})
 

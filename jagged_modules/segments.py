@@ -289,6 +289,14 @@ class Queries:
         self._known, self._known_of = kept.segmentation, self.offsets
         self._read = (self.offsets, kept.state) if isinstance(kept.state, int) else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        _ = self.segmentation  # that of the offsets as they are now
+        return vars(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._read_offsets(known=self._known)  # now, so that the first write to a copy is noticed
+
     def known_segmentation(self) -> Segmentation | None:
         """For `may_have_tail`: the segmentation, if offsets on a device have not changed since it
         was made. None if they may have."""

@@ -9,12 +9,11 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any, TextIO
 
-from .forms import Form, find_columns
+from .forms import Form, column_names, find_columns
 
 SEPARATORS = ("\t", "::", ",", ";")  # that a first line is searched for
 BLOCK = 1 << 11  # rows; Python's garbage collector takes long to pass over many more lists
@@ -27,14 +26,15 @@ Block = tuple[Sequence[int], dict[str, list[str]]]
 def read_blocks(path: Path, form: Form) -> Iterator[Block]:
     """The texts of a log's columns by role, some thousand rows at a time.
 
-    Raises ValueError if columns are missing, there are no rows, or a compressed file is damaged.
+    Raises ValueError if columns are missing, there are no rows, or a compressed or Parquet file is
+    damaged.
     """
     is_parquet, empty = path.is_dir() or path.suffix == ".parquet", True
     try:
         for block in (_parquet_blocks if is_parquet else _text_blocks)(path, form):
             yield block
             empty = False
-    except (EOFError, zlib.error) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} cannot be decompressed: {error}") from error
     if empty:
         raise ValueError(f"{path} has no rows")
@@ -49,10 +49,9 @@ def _text_blocks(path: Path, form: Form) -> Iterator[Block]:
         lines = chain([(number, first)], lines)
         separator = form.separator or next((x for x in SEPARATORS if x in first), None)
         if first.startswith("{"):
-            names = list(_record(path, number, first))
-            places, _ = find_columns(path, names, replace(form, header=True))
-            names, places = [names[at] for at in places.values()], dict(zip(places, range(4)))
-            rows = _json_rows(path, lines, names)
+            columns = column_names(path, list(_record(path, number, first)), form)
+            places = dict(zip(columns, range(4)))
+            rows = _json_rows(path, lines, columns)
         elif separator is None and not form.columns:
             return (yield from _sequences(path, lines))
         else:
@@ -107,12 +106,18 @@ def _rows(path: Path, lines: Iterable[tuple[int, str]], separator: str) -> Rows:
         raise ValueError(f"{path}, line {number}: {error}") from error
 
 
-def _json_rows(path: Path, lines: Iterable[tuple[int, str]], names: list[str]) -> Rows:
-    """The fields of these names in each line's object."""
+def _json_rows(path: Path, lines: Iterable[tuple[int, str]], columns: dict[str, str]) -> Rows:
+    """The fields of these columns in each line's object."""
     for number, line in lines:
         if line.strip():
             record = _record(path, number, line)
-            yield number, ["" if record.get(x) is None else str(record[x]) for x in names]
+            values = {role: record.get(name) for role, name in columns.items()}
+            for role, value in values.items():
+                if isinstance(value, (list, dict)):  # its text would be an id
+                    raise ValueError(
+                        f"{path}, line {number}: expected one {role}, not {str(value)[:100]}"
+                    )
+            yield number, ["" if value is None else str(value) for value in values.values()]
 
 
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -163,21 +168,23 @@ def _parquet_blocks(path: Path, form: Form) -> Iterator[Block]:
     except ImportError as error:
         raise ValueError(f"{path}: Parquet needs the package pyarrow, not installed") from error
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
-    table = dataset.dataset([str(file) for file in files], format="parquet")
-    places, _ = find_columns(path, table.schema.names, replace(form, header=True))
-    kinds = {role: table.schema.types[place] for role, place in places.items()}
-    for role in ("user", "item"):
-        if pa.types.is_floating(kinds[role]):
-            raise ValueError(f"{path}: the {role}s must be integers or text, not {kinds[role]}")
-    columns = {role: table.schema.names[place] for role, place in places.items()}
-    start = 1
-    for batch in table.to_batches(columns=[*columns.values()], batch_size=BLOCK):
-        block = {}
-        for role, name in columns.items():
-            values = batch.column(name)
-            if pa.types.is_timestamp(kinds[role]):
-                values = values.cast(pa.timestamp("us"), safe=False)
-            block[role] = [text or "" for text in values.cast(pa.string()).to_pylist()]
-        if len(batch):
-            yield range(start, start + len(batch)), block
-        start += len(batch)
+    try:
+        table = dataset.dataset([str(file) for file in files], format="parquet")
+        columns = column_names(path, table.schema.names, form)
+        kinds = {role: table.schema.field(name).type for role, name in columns.items()}
+        for role in ("user", "item"):
+            if pa.types.is_floating(kinds[role]):
+                raise ValueError(f"{path}: the {role}s must be integers or text, not {kinds[role]}")
+        start = 1
+        for batch in table.to_batches(columns=[*columns.values()], batch_size=BLOCK):
+            block = {}
+            for role, name in columns.items():
+                values = batch.column(name)
+                if pa.types.is_timestamp(kinds[role]):
+                    values = values.cast(pa.timestamp("us"), safe=False)
+                block[role] = [text or "" for text in values.cast(pa.string()).to_pylist()]
+            if len(batch):
+                yield range(start, start + len(batch)), block
+            start += len(batch)
+    except pa.ArrowException as error:  # files that differ in types, lists, damage
+        raise ValueError(f"{path} cannot be read: {error}") from error

@@ -2,7 +2,7 @@
 
 import re
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 # names of columns in lower case, without underscores
@@ -116,3 +116,11 @@ def find_columns(path: Path, names: list[str], form: Form) -> tuple[dict[str, in
         f"{path}: expected the columns user, item or user, item, rating, time, not {names};"
         f" {HEADER}"
     )
+
+
+def column_names(path: Path, names: list[str], form: Form) -> dict[str, str]:
+    """The name of each column of a log whose columns all have `names`."""
+    places, _ = find_columns(path, names, replace(form, header=True))
+    if behind := [place + 1 for place in places.values() if place >= len(names)]:
+        raise ValueError(f"{path}: no column {behind[0]}, only {len(names)}: {names}")
+    return {role: names[place] for role, place in places.items()}

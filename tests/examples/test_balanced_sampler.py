@@ -138,6 +138,17 @@ def test_prints_idle_times(options, monkeypatch, capfd):
     )
 
 
+def test_ranks_without_a_whole_step_have_no_idle_time(monkeypatch, capsys):
+    arguments = "--samples 64 --mean 20 --longest 60 --width 16 --batch-size 4".split()
+    monkeypatch.setattr(sys, "argv", ["balanced_sampler.py", *arguments])
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        f"   64 | {cost:9} | needs --samples of at least 256" for cost in ("tokens", "attention")
+    ]
+    assert "nan" not in "".join(lines) and "%" in lines[-3]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -57,11 +57,24 @@ def test_best_unseen():
     best = cached_ranks.best_unseen(scores, seen)
     assert [x.nonzero().flatten().tolist() for x in best] == [[*range(1, 11)], [*range(1, 10), 11]]
     assert torch.equal(scores, torch.arange(24.0).reshape(2, 12))
+    few = cached_ranks.best_unseen(
+        torch.zeros(1, 3), JaggedTensor(torch.tensor([1]), lengths=torch.tensor([1]))
+    )
+    assert few.tolist() == [[True, False, True]]
 
 
-def test_a_ranking_model_is_refused(served):
-    with pytest.raises(SystemExit, match="must be of a next-item model, not attention"):
-        cached_ranks.main(["--weights", str(served["attention"])])
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("attention", [], "must be of a next-item model, not attention"),
+        ("hstu", ["--data", "no.csv"], "cached_ranks: no file or folder no.csv"),
+        ("hstu", ["--page-rows", "0"], "cached_ranks: page_rows must be at least 1, got 0"),
+    ],
+    ids=["model", "data", "pages"],
+)
+def test_bad_arguments_end_with_one_line(served, model, options, message):
+    with pytest.raises(SystemExit, match=message):
+        cached_ranks.main(["--weights", str(served[model]), "--device", "cpu", *options])
 
 
 def test_a_dtype_without_a_cache(served):

@@ -88,10 +88,22 @@ def test_compressed_text(tmp_path):
     assert logs[0].fingerprint == logs[1].fingerprint
 
 
-def test_a_damaged_compressed_file(tmp_path):
+COMPRESSED = gzip.compress((FORMS["ratings.csv"] * 99).encode())
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (COMPRESSED[:-20], "Compressed file ended before"),
+        (COMPRESSED[:-8] + bytes(8), "CRC check failed"),
+        (FORMS["ratings.csv"].encode(), "Not a gzipped file"),
+    ],
+    ids=["short", "changed", "plain"],
+)
+def test_a_damaged_compressed_file(tmp_path, written, message):
     path = tmp_path / "ratings.csv.gz"
-    path.write_bytes(gzip.compress((FORMS["ratings.csv"] * 99).encode())[:-20])
-    with pytest.raises(ValueError, match="ratings.csv.gz cannot be decompressed: .* ended before"):
+    path.write_bytes(written)
+    with pytest.raises(ValueError, match=f"ratings.csv.gz cannot be decompressed: {message}"):
         read_log(path)
 
 
@@ -130,11 +142,21 @@ def test_parquet(tmp_path):
         "the users must be integers or text, not double": {"user": [1.0], "item": ["a"]},
         "line 2: the item must be an id, .*, not ''": {"user": [1, 2], "item": ["a", None]},
         "no column known as item in the header": {"user": [1]},
+        "cannot be read: Unsupported cast from list": {"user": [1], "item": [[2, 3]]},
+        "cannot be read: Invalid UTF8": {"user": [b"\xff"], "item": [2]},
     }
     for message, table in bad.items():
         parquet.write_table(pa.table(table), tmp_path / "bad.parquet")
         with pytest.raises(ValueError, match=f"bad.parquet.* {message}"):
             read_log(tmp_path / "bad.parquet")
+    with pytest.raises(ValueError, match="bad.parquet: no column 3, only 2: .'user', 'item'"):
+        read_log(tmp_path / "bad.parquet", Form({"user": "1", "item": "3"}))
+    (tmp_path / "mixed").mkdir()
+    for part, ids in enumerate(([1], ["a"])):
+        table = pa.table({"user": ids, "item": [2]})
+        parquet.write_table(table, tmp_path / "mixed" / f"part-{part}.parquet")
+    with pytest.raises(ValueError, match="mixed cannot be read: .* 'a'"):
+        read_log(tmp_path / "mixed")
 
 
 def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
@@ -154,6 +176,12 @@ def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
         ('1,"2\n3,4\n', Form(), "log, line [12]: unexpected end of data"),
         ('{"user": 1, "item": 2}\n{"user": 3}\n', Form(), "log, line 2: the item must be"),
         ('{"user": 1, "item": 2}\n[3]\n', Form(), r"line 2: expected a JSON object, not '\[3\]"),
+        (
+            '{"user": 1, "item": 2}\n',
+            Form({"user": "1", "item": "3"}),
+            r"log: no column 3, only 2: \['user', 'item'\]",
+        ),
+        ('{"user": 1, "item": [2, 3]}\n', Form(), r"log, line 1: expected one item, not \[2, 3\]"),
         ("1\t\udcff\n", Form(), r"log, line 1: the item must be an id, .*, not '\\udcff'"),
         ("1\t2\t3\t1970-13-01\n", Form(), "the time must be .* or a date, not '1970-13-01'"),
     ],

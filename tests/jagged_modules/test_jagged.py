@@ -1,6 +1,7 @@
 """Jagged: every container in and out, schedules built once and shared, also out of a DataLoader
 worker."""
 
+import copy
 import pickle
 import re
 import warnings
@@ -75,15 +76,15 @@ def test_a_write_to_the_offsets_is_noticed(through):
     base = torch.tensor([0, 2, 4, 9])
     offsets = base[:3]
     jagged = jm.Jagged(torch.randn(4, 8), offsets)
-    copy = jagged.with_values(torch.randn(4, 1))
+    own = jagged.with_values(torch.randn(4, 1))
     before, key = jagged.host_lengths, jagged.segmentation_id
     jagged.prepare(num_heads=2, head_dim=8)
     {"the tensor": offsets, "its base": base, "a view of it": offsets[1:]}[through].clamp_(max=1)
     offsets[2] = 4
     assert before.tolist() == [2, 2]
-    for x in (jagged, copy):
+    for x in (jagged, own):
         assert x.host_lengths.tolist() == [1, 3] and x.segmentation_id != key
-    assert jagged.segmentation_id == copy.segmentation_id and not jagged.segmentation.schedules
+    assert jagged.segmentation_id == own.segmentation_id and not jagged.segmentation.schedules
 
 
 def test_host_offsets_are_checked_once_and_after_a_write(monkeypatch):
@@ -118,6 +119,27 @@ def test_other_offsets_are_other_segments():
         assert jagged.segmentation_id != first
         expected = layer(jm.Jagged(values, torch.tensor([0, 4, 5])))
         torch.testing.assert_close(layer(jagged).values, expected.values)
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+@pytest.mark.parametrize("is_copied_first", [True, False])
+def test_a_copy_notices_a_write(kind, is_copied_first):
+    """Before its first use: to its offsets, or to those that it was copied from."""
+    counts = torch.tensor([3, 0, 2])
+    jagged = jm.Jagged(torch.zeros(5), torch.tensor([0, 3, 3, 5]), host_lengths=counts)
+    for given in (jagged, jm.CandidateIndex.from_counts(counts), jagged.to("meta")):
+        own = COPIES[kind](given) if is_copied_first else given
+        own.offsets.copy_(torch.tensor([0, 1, 1, 5]))
+        own = own if is_copied_first else COPIES[kind](given)
+        known = own.host_counts if isinstance(own, jm.CandidateIndex) else own.host_lengths
+        assert known is None if own.offsets.is_meta else known.tolist() == [1, 0, 4]
 
 
 def test_a_write_to_offsets_on_a_device_drops_the_lengths_that_were_given():
@@ -290,13 +312,13 @@ def test_no_rows_and_no_segments():
 def test_copies_share_the_segmentation(values, offsets):
     jagged = jm.Jagged(values, offsets)
     segmentation_id = jagged.segmentation_id
-    for copy in (
+    for own in (
         jagged.with_values(values.double()),
         jagged.to("meta"),
         pickle.loads(pickle.dumps(jagged)),
     ):
-        assert copy.segmentation_id == segmentation_id
-        assert copy.host_lengths.tolist() == LENGTHS, (
+        assert own.segmentation_id == segmentation_id
+        assert own.host_lengths.tolist() == LENGTHS, (
             "known on the host though the copy may be on a device"
         )
     assert jm.Jagged(values, offsets.clone()).segmentation_id != segmentation_id
