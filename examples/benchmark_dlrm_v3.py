@@ -100,14 +100,14 @@ def joined(batches: list[Batch], device: torch.device) -> Batch:
 
 
 def random_batch(events: torch.Tensor, candidates: int, options: argparse.Namespace) -> Batch:
-    """events: how many each user has, on the host."""
+    """On the host. events: how many each user has."""
     offsets = functional.pad((1 + events + candidates).cumsum(0), (1, 0))
     targets = (offsets[1:, None] - candidates + torch.arange(candidates)).flatten()
     ids = torch.randint(options.ids, (int(offsets[-1]),))
     actions = torch.randint(1, ACTIONS, ids.shape).index_fill_(0, targets, 0)
     num_targets, labels = torch.full_like(events, candidates), torch.randint(2, targets.shape)
     rows = jm.Jagged(torch.stack([ids, actions], dim=1), offsets)
-    return Batch(rows, num_targets, targets, labels.float()).to(options.device)
+    return Batch(rows, num_targets, targets, labels.float())
 
 
 class Ranker(nn.Module):
@@ -185,7 +185,9 @@ def measure_training(options: argparse.Namespace) -> dict[str, Any]:
 
     users, candidates = options.train_users, options.train_candidates
     batches = [
-        random_batch(torch.randint(options.train_history + 1, (users,)), candidates, options)
+        random_batch(torch.randint(options.train_history + 1, (users,)), candidates, options).to(
+            device
+        )
         for _ in range(options.batches)
     ]
     seconds = time_steps({"step": step}, batches, device)["step"]
@@ -202,8 +204,11 @@ def measure_inference(options: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of a batch of requests in bfloat16, by how it is computed."""
     model = Ranker(options).to(torch.bfloat16).eval()
     events = torch.full((options.requests,), options.history)
-    requests = [random_batch(events, options.candidates, options) for _ in range(options.batches)]
-    history = random_batch(events, 0, options)
+    requests = [
+        random_batch(events, options.candidates, options).to(options.device)
+        for _ in range(options.batches)
+    ]
+    history = random_batch(events, 0, options).to(options.device)
     cache = model.keys_and_values(history.rows)
     ways = {"eager": partial(score, model), "cached": partial(score_cached, model, cache)}
     if options.device.type == "cuda":
@@ -294,10 +299,8 @@ def measure_server(options: argparse.Namespace) -> dict[str, list[dict[str, str]
     """LoadGen's summaries in bfloat16, for each rate of queries, by how they are computed."""
     model, device = Ranker(options).to(torch.bfloat16).eval(), options.device
     events = torch.full((1,), options.history)
-    queries = [
-        random_batch(events, options.candidates, options).to("cpu") for _ in range(options.samples)
-    ]
-    history = random_batch(events.expand(options.samples), 0, options)
+    queries = [random_batch(events, options.candidates, options) for _ in range(options.samples)]
+    history = random_batch(events.expand(options.samples), 0, options).to(device)
     row = 4 * options.width * options.layers  # bytes of keys and values
     pages = options.samples * (2 + options.history // 128)
     cache = jm.PagedHistoryCache(model.hstu, max_bytes=128 * row * pages, page_rows=128)

@@ -114,12 +114,8 @@ class SequenceRanker(Ranker):
         encoded: list[int] = []
         lengths: list[int] = []
         anew: list[int] = []
-        joint, histories, positions, kept = (
-            self._encodes_and_scores,
-            self.histories,
-            self._positions,
-            0,
-        )
+        joint, histories, positions = self._encodes_and_scores, self.histories, self._positions
+        kept = 0
         for user in users:
             events, begin = new.get(user, NONE), 0
             if user not in missing:

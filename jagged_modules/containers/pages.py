@@ -25,7 +25,7 @@ class UserTable:
     """Which pages have the rows of which user, on the host, where `jm.graphed` takes it from. All
     layers share it, and what follows from it on the rows' device, which the first use makes.
 
-    users: int32 `[B, 1 + P]`, the number of rows of each user, then the user's pages, then others.
+    users: int32 `[B, 1 + P]`, of each user the number of rows, the pages, and zeros behind them.
     num_rows: of all users. device: of the rows.
     events: offsets `[B + 1]` and number of the new events, which are the last rows of the users.
     tables: offsets and table of `Pages` on the host, if they are made there.
