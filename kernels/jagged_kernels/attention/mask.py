@@ -158,16 +158,19 @@ def visible_runs(row, first_target, MASK: tl.constexpr):
 
 
 @triton.jit
-def first_query_row(block, q_len, MASK: tl.constexpr, ROWS: tl.constexpr):
-    """First row of a segment's block-th tile of ROWS query rows.
+def first_query_row(block, q_len, MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """First row of a segment's block-th tile of ROWS query rows, which loops over blocks of BLOCK
+    keys.
 
-    Under a causal mask the last tile visits the most keys. So it is full there, up to 63 rows, and
-    the first tile is not: it begins at a negative row, a multiple of 64.
+    Under a causal mask the last tile visits the most keys. So it is full there, but for less than a
+    UNIT of rows, and the first tile is not: it begins at a negative row, a multiple of UNIT. A tile
+    of whole blocks stays one: else its own columns would lie in one block more.
     """
+    UNIT: tl.constexpr = BLOCK if BLOCK > 64 and ROWS % BLOCK == 0 else 64
     row = block * ROWS
-    if MASK is not None and ROWS > 64:
+    if MASK is not None and ROWS > UNIT:
         if MASK.causal:
-            row -= tl.cdiv(q_len, ROWS) * ROWS - tl.cdiv(q_len, 64) * 64
+            row -= tl.cdiv(q_len, ROWS) * ROWS - tl.cdiv(q_len, UNIT) * UNIT
     return row
 
 

@@ -289,7 +289,7 @@ def _count_tile(
             first_target = first_target_column(
                 num_targets_ptr, segment, other_length, MASK, num_segments
             )
-            row = first_query_row(block, length, MASK, LIST.block_m)
+            row = first_query_row(block, length, MASK, LIST.block_m, LIST.block_n)
             last_row, shift = tl.minimum(row + LIST.block_m, length) - 1, other_length - length
             row = tl.maximum(row, 0)
             blocks = column_blocks(

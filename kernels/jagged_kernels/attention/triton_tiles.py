@@ -125,7 +125,7 @@ def query_rows(tile, OPTIONS: tl.constexpr):
     on in the segment, or under a mask in the tile."""
     ROWS: tl.constexpr = OPTIONS.tile
     MASK: tl.constexpr = OPTIONS.mask
-    first = first_query_row(tile.block, tile.q_len, MASK, ROWS)
+    first = first_query_row(tile.block, tile.q_len, MASK, ROWS, OPTIONS.block)
     num_rows = tile.q_len - first
     if MASK is not None:
         num_rows = tl.minimum(num_rows, ROWS) + tl.minimum(first, 0)

@@ -282,8 +282,9 @@ def query_tile_work(
     first row, its last row, or one of these two."""
     first_target = (kv_len - num_targets).clamp(min=0)
     first = block * block_m
-    if mask.causal and block_m > 64:  # `first_query_row`
-        first = first - (cdiv(q_len, block_m) * block_m - cdiv(q_len, 64) * 64)
+    unit = 64 if block_m % block_n else max(64, block_n)  # of `first_query_row`
+    if mask.causal and block_m > unit:
+        first = first - (cdiv(q_len, block_m) * block_m - cdiv(q_len, unit) * unit)
     last = torch.minimum(first + block_m, q_len) - 1
     first = first.clamp(min=0)
     ends = torch.stack([first, last]) + kv_len - q_len

@@ -39,10 +39,14 @@ def test_masks(check, mask, activation):
     check((SELF, SELF), mask=mask, activation=activation)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
-def test_the_first_tile_of_a_segment_is_the_one_that_is_not_full(check, change_selection, dims):
-    """Under a causal mask, of tiles with two and three consumers, some without rows."""
+@pytest.mark.parametrize("dims, long", [((64, 64), False), ((128, 128), False), ((128, 128), True)])
+def test_the_first_tile_of_a_segment_is_the_one_that_is_not_full(
+    check, change_selection, dims, long
+):
+    """Under a causal mask, of tiles with two and three consumers, some without rows. long: blocks
+    of 128 keys, as many as a tile has rows: no tile begins within a block."""
     change_selection("small_tiles_are_faster", lambda *_: (False, False))
+    change_selection("long_key_blocks_are_faster", lambda *_: long)
     check(([70, 200, 0, 3, 257], [70, 220, 5, 9, 257]), dims, FP16, mask="causal")
 
 

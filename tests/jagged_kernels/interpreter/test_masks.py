@@ -35,7 +35,7 @@ def _visit_kernel(
         blocks = row_blocks(tile * BLOCK_N, q_len, kv_len, first_target, MASK, BLOCK_M, BLOCK_N)
     else:
         shift = kv_len - q_len
-        first = first_query_row(tile, q_len, MASK, BLOCK_M) + shift
+        first = first_query_row(tile, q_len, MASK, BLOCK_M, BLOCK_N) + shift
         last = tl.minimum(first + BLOCK_M, kv_len) - 1
         blocks = column_blocks(tl.maximum(first, shift), last, kv_len, first_target, MASK, BLOCK_N)
     for number in range(0, num_masked_blocks(blocks)):
@@ -122,22 +122,24 @@ def test_corner_cases_of_a_prefix_and_truncation(case):
     check_tiles(*case)
 
 
-def shift_of_tiles(mask, num_queries, block_m):
+def shift_of_tiles(mask, num_queries, block_m, block_n):
     """How many rows before a segment its tiles of queries begin: under a causal mask so many, in
-    whole 64s, that the last tile ends where the segment does, or less than 64 rows behind it."""
-    strips = -(-num_queries // 64)
-    return 64 * (-strips % (block_m // 64)) if mask.causal and block_m > 64 else 0
+    whole 64s, that the last tile ends where the segment does, or less than 64 rows behind it. Tiles
+    of whole blocks of 128 keys begin with one."""
+    unit = 128 if block_n == 128 and block_m % 128 == 0 else 64
+    strips = -(-num_queries // unit)
+    return unit * (-strips % (block_m // unit)) if mask.causal and block_m > unit else 0
 
 
-@pytest.mark.parametrize("block_m", [128, 192])
+@pytest.mark.parametrize("block_m, block_n", [(128, 64), (192, 64), (128, 128), (192, 128)])
 @pytest.mark.parametrize("num_queries, num_keys", [(64, 64), (65, 300), (257, 257), (449, 449)])
 @pytest.mark.parametrize("causal, num_targets", [(True, None), (True, 70), (False, 70)])
 def test_the_first_tile_under_a_causal_mask_is_the_one_that_is_not_full(
-    causal, num_targets, num_queries, num_keys, block_m
+    causal, num_targets, num_queries, num_keys, block_m, block_n
 ):
     targets = None if num_targets is None else torch.tensor([num_targets])
     mask = jm.AttentionMask(causal=causal, num_targets=targets)
-    check_tiles(mask, num_queries, num_keys, num_targets or 0, block_m, 64)
+    check_tiles(mask, num_queries, num_keys, num_targets or 0, block_m, block_n)
 
 
 def check_tiles(mask, num_queries, num_keys, num_targets, block_m, block_n):
@@ -162,7 +164,7 @@ def check_tiles(mask, num_queries, num_keys, num_targets, block_m, block_n):
             visits, full = visits.T, full.T
         skips_all = no_block_is_visited_in_vain(mask, keys)
         for m in range(blocks[0]):
-            first = 0 if keys else shift_of_tiles(mask, num_queries, block_m)
+            first = 0 if keys else shift_of_tiles(mask, num_queries, block_m, block_n)
             rows = range(num_queries)[max(0, m * block_m - first) : (m + 1) * block_m - first]
             for n in range(blocks[1]):
                 seen = keep[rows.start : rows.stop, n * block_n : (n + 1) * block_n]

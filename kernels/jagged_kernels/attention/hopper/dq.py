@@ -114,7 +114,7 @@ def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     BLOCK: gl.constexpr = kernel.k_desc.block_type.shape[1]
-    tile = in_strips(tile, OPTIONS)
+    tile = in_strips(tile, OPTIONS, BLOCK)
     blocks, visited = key_blocks(tile, OPTIONS.mask, ROWS, BLOCK)
     for consumer in gl.static_range(CONSUMERS):
         row = tile.q_start + (tile.block + consumer) * WARPGROUP_ROWS
@@ -238,7 +238,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
     BLOCK: gl.constexpr = rings.k.buffers.shape[2]
     STATS: gl.constexpr = gl.SliceLayout(1, mma_layout(WARPGROUP_ROWS, BLOCK))
     STORES_FROM_Q: gl.constexpr = outputs.buffers is None
-    tile = in_strips(tile, OPTIONS)
+    tile = in_strips(tile, OPTIONS, BLOCK)
     first_target = first_target_of(tile, OPTIONS.mask)
     blocks, visited = key_blocks(tile, OPTIONS.mask, CONSUMERS * WARPGROUP_ROWS, BLOCK)
     masked = num_masked_blocks(blocks)

@@ -155,7 +155,7 @@ def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     BLOCK: gl.constexpr = kernel.k_desc.block_type.shape[1]
-    tile = in_strips(tile, OPTIONS)
+    tile = in_strips(tile, OPTIONS, BLOCK)
     blocks, count = key_blocks(tile, OPTIONS.mask, ROWS, BLOCK)
     count = gl.maximum(count, 1)
     row = tile.q_start + tile.block * WARPGROUP_ROWS
@@ -443,7 +443,7 @@ def _fwd_tile(
     BLOCK: gl.constexpr = rings.k.buffers.shape[2]
     SCORES: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
     SOFTMAX: gl.constexpr = OPTIONS.activation is None
-    tile = in_strips(tile, OPTIONS)
+    tile = in_strips(tile, OPTIONS, BLOCK)
     blocks, visited = key_blocks(tile, OPTIONS.mask, CONSUMERS * WARPGROUP_ROWS, BLOCK)
     # in the first block, the only one cut
     num_keys = gl.where(visited > 0, tile.kv_len - visited_block(0, blocks) * BLOCK, 0)

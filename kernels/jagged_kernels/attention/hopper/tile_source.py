@@ -235,12 +235,12 @@ def first_target_of(tile, MASK: gl.constexpr):
 
 
 @gluon.jit
-def in_strips(tile, OPTIONS: gl.constexpr):
+def in_strips(tile, OPTIONS: gl.constexpr, BLOCK: gl.constexpr):
     """A tile of queries whose `block` is that of its first consumer's 64 rows. Negative: consumers
     have no rows (`first_query_row`)."""
     ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
     MASK: gl.constexpr = OPTIONS.mask
-    row = first_query_row(tile.block, tile.q_len, MASK, ROWS)
+    row = first_query_row(tile.block, tile.q_len, MASK, ROWS, BLOCK)
     return _tile(tile, tile.segment, row // WARPGROUP_ROWS, tile.first_target)
 
 
