@@ -498,6 +498,9 @@ def test_packed_tiles_replace_the_kernel_of_few_queries():
     assert few_queries.packed_bwd is None and few_queries.short_queries is not None
 
 
+WIDE = dict(activation="silu", head_dim=128, v_dim=128)
+
+
 @pytest.mark.parametrize(
     "change, expected",
     [
@@ -507,9 +510,12 @@ def test_packed_tiles_replace_the_kernel_of_few_queries():
         (sizes(639, 640) | dict(head_dim=128, v_dim=128), True),
         (dict(masked=True, causal=True), True),
         (dict(masked=True), False),
+        (dict(masked=True, targets=True), True),
         (dict(activation="silu"), True),
-        (dict(activation="silu", head_dim=128, v_dim=128), False),
-        (dict(activation="silu", head_dim=128, v_dim=128, masked=True, causal=True), True),
+        (WIDE, False),
+        (WIDE | dict(masked=True, causal=True, targets=True), False),
+        (WIDE | sizes(3072, 3072) | dict(masked=True, causal=True, targets=True), True),
+        (WIDE | dict(masked=True, targets=True), True),
         (dict(biased=True), True),
         (dict(biased=True, timed=True), False),
         (dict(q_segments=128, q_rows=128 * 640), False),  # two groups of queries
@@ -520,6 +526,21 @@ def test_packed_tiles_replace_the_kernel_of_few_queries():
 )
 def test_tiles_of_long_segments_are_assigned_dynamically(change, expected):
     assert select(problem(64, **sizes(640, 640))._replace(**change)).fwd.dynamic_tiles == expected
+
+
+@pytest.mark.parametrize(
+    "change, shortest",
+    [
+        (dict(), 384),
+        (dict(masked=True), 4 * 384),
+        (dict(masked=True, causal=True, targets=True), 4 * 384),
+        (dict(masked=True, targets=True), 10 * 384),
+    ],
+    ids=str,
+)
+def test_blocks_of_128_keys_of_long_segments(change, shortest):
+    for length, block in ((shortest - 1, 64), (shortest, 128)):
+        assert select(problem(**sizes(length, length))._replace(**change)).fwd.block == block
 
 
 LONGEST = 2560  # rows of a segment from which on one kernel is faster for all head dims

@@ -255,6 +255,7 @@ def _select(call: AttentionCall, tile_rows: int | None, key_tile_rows: int | Non
     problem = call.problem(
         capability=capability if q.is_cuda else None,
         causal=params.mask is not None and params.mask.is_causal,
+        targets=params.mask is not None and params.mask.is_causal_with_targets,
         q_rows=q.shape[0] if known else None,
         q_segments=q_offsets.shape[0] - 1 if known else None,
         kv_rows=segments.num_keys(k) if known else None,

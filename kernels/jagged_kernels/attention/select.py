@@ -46,8 +46,8 @@ SHORT_QUERIES = {64: (36, 60, 120), 128: (36, 110)}
 # it saves
 SHORT_QUERIES_ROWS = 2**18
 # mean keys from which on a thread block of the forward has few and large tiles, so static shares
-# differ too much
-DYNAMIC_TILES = 640
+# differ too much; above head dim 64 with pointwise activations under the causal mask
+DYNAMIC_TILES, DYNAMIC_TILES_OF_WIDE = 640, 3072
 # Query rows of a segment on average: from here on a segment's are split if tiles of keys are few
 MANY_QUERIES = 8192
 FEW_KEYS = 320  # small_tiles_are_faster for queries of any number below so many mean keys
@@ -68,7 +68,8 @@ class AttentionProblem(NamedTuple):
         implementation: "auto", "triton" or "hopper".
         activation: a public name. masked, biased, timed: whether there is a mask, a RelativeBias, a
             time table in it.
-        causal: whether the mask hides exactly the later keys.
+        causal: whether the mask hides exactly the later keys. targets: or these and targets of
+            other groups.
         dropout: whether weights are dropped.
         batch_invariant: the choice does not depend on numbers of rows and segments, except for
             whether they are 0.
@@ -94,6 +95,7 @@ class AttentionProblem(NamedTuple):
     biased: bool = False
     timed: bool = False
     causal: bool = False
+    targets: bool = False
     dropout: bool = False
     batch_invariant: bool = False
     q_rows: int | None = None
@@ -169,7 +171,7 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
     kv_seqlen = _mean_seqlen(p, p.kv_rows, p.kv_segments)
     if _takes_hopper(p, q_seqlen, kv_seqlen):
         # buckets and random numbers take many registers
-        long = long_key_blocks_are_faster(kv_seqlen, p.head_dim, p.masked)
+        long = long_key_blocks_are_faster(p, kv_seqlen)
         long = long or (p.kv_shared and kv_seqlen == 128)  # one block, without code for its end
         long = long and not (p.timed or p.dropout)
         selection = _hopper_selection(
@@ -270,13 +272,15 @@ def packed_tiles_are_faster(p: AttentionProblem, backend: str) -> tuple[bool, bo
     return fills_gpu and mean < forward, fills_gpu and mean < backward
 
 
-def long_key_blocks_are_faster(kv_seqlen: float | None, head_dim: int, masked: bool) -> bool:
+def long_key_blocks_are_faster(p: AttentionProblem, kv_seqlen: float | None) -> bool:
     """Whether Hopper's forward loops over blocks of 128 keys instead of 64. kv_seqlen: mean keys of
     a segment; None: few. The waits of a block take the same time for both sizes; with small blocks,
     fewer scores are computed past a segment's end or behind a mask. Both sizes took the same time
-    for about 320 keys at head dim 128 and 600 at 64; under a mask, for four times as many."""
-    shortest = LONG if head_dim <= 64 else LONG // 2
-    return kv_seqlen is not None and kv_seqlen >= shortest * (4 if masked else 1)
+    for about 320 keys at head dim 128 and 600 at 64; under a mask, for four times as many, and with
+    targets, which do not see one another, for ten times as many."""
+    shortest = LONG if p.head_dim <= 64 else LONG // 2
+    times = 10 if p.targets and not p.causal else 4 if p.masked else 1
+    return kv_seqlen is not None and kv_seqlen >= shortest * times
 
 
 def small_tiles_are_faster(
@@ -326,12 +330,16 @@ def dynamic_tiles_are_faster(p: AttentionProblem, kv_seqlen: float | None) -> bo
     not faster. Shared operands and several query groups have not been measured. With keys in pages,
     the forward assigns tiles statically whatever the rule says.
     """
-    if p.timed or (p.masked and not p.causal):
+    if p.timed or (p.masked and not (p.causal or p.targets)):
         return False
-    if p.head_dim > 64 and p.activation != "softmax" and not p.masked:
-        return False
+    shortest = DYNAMIC_TILES
+    if p.head_dim > 64 and p.activation != "softmax":
+        if not p.masked:
+            return False
+        if p.causal:
+            shortest = DYNAMIC_TILES_OF_WIDE
     one_group = not (p.q_shared or p.kv_shared) and p.q_segments == p.kv_segments
-    return one_group and kv_seqlen is not None and kv_seqlen >= DYNAMIC_TILES
+    return one_group and kv_seqlen is not None and kv_seqlen >= shortest
 
 
 def short_query_consumers(

@@ -60,8 +60,12 @@ class MaskParams(NamedTuple):
     @property
     def is_causal(self) -> bool:
         """Whether rows see exactly the columns up to their own."""
+        return not self.has_targets and self.is_causal_with_targets
+
+    @property
+    def is_causal_with_targets(self) -> bool:
+        """Whether rows see exactly the columns up to their own, but for targets of other groups."""
         limits = (
-            self.has_targets,
             self.context,
             self.max_attn_len,
             self.global_prefix,
