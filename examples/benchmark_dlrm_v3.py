@@ -125,7 +125,7 @@ class Ranker(nn.Module):
         self.head = nn.Linear(width, 1, device=device)
 
     def embedded(self, rows: jm.Jagged) -> jm.Jagged:
-        ids, actions = rows.values.T.contiguous()  # torch looks rows of a column up by a slower kernel
+        ids, actions = rows.values.T.contiguous()  # columns are looked up by a slower kernel
         return rows.with_values(self.ids(ids) + self.actions(actions))
 
     def forward(
