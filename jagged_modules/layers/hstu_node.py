@@ -28,15 +28,7 @@ from ..dtypes import autocast_dtype
 from ..functional.nodes import apply, differentiable_once, is_last_backward, release
 from ..functional.tail import residual_sum, with_zero_tail
 from .norms import NORM_KINDS, NormOptions, norm_parameters
-from .one_node import (
-    bias_columns,
-    cast,
-    first_rows,
-    linear,
-    linear_gradients,
-    may_be_one_node,
-    rounded_rows,
-)
+from .one_node import bias_columns, cast, linear, linear_gradients, may_be_one_node, rounded_rows
 
 if TYPE_CHECKING:
     from .hstu import HSTULayer
@@ -298,8 +290,8 @@ def _sum(
     """x + gated projectionᵀ, 0 behind the end. Where no backward follows, the GEMM adds its result
     to x, or to a copy: one rounding and one pass less."""
     if x.dtype != gated.dtype or any(ctx.needs_input_grad) or torch.compiler.is_compiling():
-        return residual_sum(x, first_rows(linear(gated, projection, None), x.shape[0]), end)
-    rows = first_rows(gated, x.shape[0])
+        return residual_sum(x, linear(gated, projection, None)[: x.shape[0]], end)
+    rows = gated[: x.shape[0]]
     out = x if in_place else x.clone(memory_format=torch.contiguous_format)
     # `out`, not addmm_: recorders of launches know it
     return with_zero_tail(torch.addmm(out, rows, projection.t(), out=out), end)
