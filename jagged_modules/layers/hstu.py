@@ -194,12 +194,15 @@ class HSTULayer(Layer):
                 longer than config.relative_position and its length is on the host; timestamps are
                 missing, or given without config.relative_time.
         """
-        jagged = self._checked("x", x, num_targets, Times(timestamps, query_timestamps))
-        mask, bias = self.config.mask(num_targets), self._bias(timestamps, query_timestamps)
-        if takes_kernels(self, jagged.values):
-            return self._updated_by_node(jagged, mask, bias)
-        rows = self._project("x", jagged)
-        return self._updated(rows, self._attend_within(rows, mask, bias))
+        times = Times(timestamps, query_timestamps)
+        return self._forward(x, num_targets, times, False)
+
+    @through_call
+    def _forward_in_place(
+        self, x: Jagged, num_targets: Tensor | None, *, timestamps: Any, query_timestamps: Any
+    ) -> Jagged:
+        """`forward` that may overwrite x."""
+        return self._forward(x, num_targets, Times(timestamps, query_timestamps), True)
 
     @through_call
     def cache(
@@ -311,6 +314,15 @@ class HSTULayer(Layer):
         else:
             a = self._attend_with_cache(rows, cache, AttentionMask(causal=True), times)
         return self._updated(rows, a), rows.keys_and_values()
+
+    def _forward(self, x: Any, num_targets: Tensor | None, times: Times, in_place: bool) -> Any:
+        jagged = self._checked("x", x, num_targets, times)
+        mask = self.config.mask(num_targets)
+        bias = self._bias(times.timestamps, times.query_timestamps)
+        if takes_kernels(self, jagged.values):
+            return self._updated_by_node(jagged, mask, bias, in_place)
+        rows = self._project("x", jagged)
+        return self._updated(rows, self._attend_within(rows, mask, bias))
 
     def _checked(self, name: str, x: Any, num_targets: Tensor | None, times: Times) -> Jagged:
         """The rows of a call, which errors call `name`."""
@@ -456,7 +468,9 @@ class HSTULayer(Layer):
         both = self._cached_keys(keys, self._bias(timestamps, times.query_timestamps))
         return self._attend(rows, both, self.config.mask(), self._scaling_seqlen(events))
 
-    def _updated_by_node(self, x: Jagged, mask: AttentionMask, bias: RelativeBias | None) -> Any:
+    def _updated_by_node(
+        self, x: Jagged, mask: AttentionMask, bias: RelativeBias | None, in_place: bool
+    ) -> Any:
         """x's container with updated values, as one autograd node."""
         end, values = x.end("x"), x.values
         like = values.new_empty((), dtype=autocast_dtype(values))
@@ -467,7 +481,7 @@ class HSTULayer(Layer):
             (values.shape[0], self.num_heads, dim) for dim in (self.head_dim, self.linear_dim)
         )
         arguments = attention_arguments(like, q_shape, v_shape, x.parsed("x"), options)
-        return x.unwrap(hstu_node(self, values, end, arguments))
+        return x.unwrap(hstu_node(self, values, end, arguments, in_place))
 
     def _updated(self, rows: Rows, a: Tensor) -> Any:
         """The rows' container with updated values, from their attention."""

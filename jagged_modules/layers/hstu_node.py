@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..dtypes import autocast_dtype
 from ..functional.nodes import apply, differentiable_once, is_last_backward, release
-from ..functional.tail import residual_sum
+from ..functional.tail import residual_sum, with_zero_tail
 from .norms import NORM_KINDS, NormOptions, norm_parameters
 from .one_node import bias_columns, cast, linear, linear_gradients, may_be_one_node, rounded_rows
 
@@ -73,6 +73,7 @@ class Plan(NamedTuple):
         heads: number of heads. uv_dim, qk_dim: columns of u and v, and of q and k, per head.
         dtype: of the GEMMs' operands.
         recompute: of the config.
+        in_place: whether the result may take the place of x.
     """
 
     heads: int
@@ -82,6 +83,7 @@ class Plan(NamedTuple):
     norm: NormOptions
     gate: Gate
     recompute: tuple[str, ...]
+    in_place: bool
 
     def split(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u `[L, H · Dv]`, and q, k and v by head."""
@@ -144,14 +146,17 @@ def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
     return apply(_GatedOutput, x, u, a, *norm_parameters(norm), projection, seed, gate)
 
 
-def hstu_node(layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Arguments) -> Tensor:
-    """The layer's update of rows x. end: of the rows, if only the device knows it: see
-    `functional/tail.py`. arguments: of attention's operator. Its q, k and v are not read."""
+def hstu_node(
+    layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Arguments, in_place: bool
+) -> Tensor:
+    """The layer's update of rows x, which it may overwrite in place. end: of the rows, if only the
+    device knows it: see `functional/tail.py`. arguments: of attention's operator. Its q, k and v
+    are not read."""
     norms = input_norm, output_norm = layer.input_norm, layer.output_norm
     plan = Plan(
         layer.num_heads, layer.linear_dim, layer.head_dim, autocast_dtype(x),
         NormOptions.of(input_norm), Gate(layer.dropout.p, NormOptions.of(output_norm)),
-        layer.config.recompute,
+        layer.config.recompute, in_place,
     )  # fmt: skip
     of_input, of_output = map(norm_parameters, norms)
     projection = layer.uvqk_proj.weight, layer.uvqk_proj.bias
@@ -171,8 +176,8 @@ class _HSTULayer(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, seed: Tensor | None, end: Tensor | None, *others: Any
     ) -> Tensor:
-        update = linear(*_gated(ctx, x, seed, end, *others), None)
-        return residual_sum(x, update[: x.shape[0]], end)
+        plan: Plan = others[0]
+        return _sum(ctx, x, *_gated(ctx, x, seed, end, *others), end, plan.in_place)
 
     @staticmethod
     @differentiable_once
@@ -279,6 +284,19 @@ def _gated(
     return gated, cast_projection
 
 
+def _sum(
+    ctx: Any, x: Tensor, gated: Tensor, projection: Tensor, end: Tensor | None, in_place: bool
+) -> Tensor:
+    """x + gated projectionᵀ, 0 behind the end. Where no backward follows, the GEMM adds its result
+    to x, or to a copy: one rounding and one pass less."""
+    if x.dtype != gated.dtype or any(ctx.needs_input_grad) or torch.compiler.is_compiling():
+        return residual_sum(x, linear(gated, projection, None)[: x.shape[0]], end)
+    rows = gated[: x.shape[0]]
+    out = x if in_place else x.clone(memory_format=torch.contiguous_format)
+    # `out`, not addmm_: recorders of launches know it
+    return with_zero_tail(torch.addmm(out, rows, projection.t(), out=out), end)
+
+
 def _new(like: Tensor, dout: Tensor) -> Tensor:
     """Made of dout: a graph would make in the forward what depends on nothing else, and keep it."""
     return dout.new_empty(like.shape, dtype=like.dtype)
@@ -312,7 +330,7 @@ class _GatedOutput(torch.autograd.Function):
         gated, *statistics = kernels.gate(u, a, weight, bias, seed, dropout, *norm)
         ctx.save_for_backward(u, a, *statistics, weight, bias, projection, seed)
         ctx.gate = gate
-        return residual_sum(x, linear(gated, projection, None), None)
+        return _sum(ctx, x, gated, projection, None, False)
 
     @staticmethod
     @differentiable_once

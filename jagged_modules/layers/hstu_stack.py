@@ -22,6 +22,7 @@ from .hstu_config import (
     check_row_timestamps,
     rows_seen_by_targets,
 )
+from .one_node import has_call_of_its_own, has_global_hooks, is_recorded
 from .parameters import Layer, name_keywords
 
 
@@ -85,10 +86,13 @@ class HSTUStack(Layer):
             TypeError, ValueError: as `HSTULayer.forward`.
         """
         jagged = _without_container(x, self.config)
+        times: Any = dict(timestamps=timestamps, query_timestamps=query_timestamps)
+        before = None
         for layer in self.layers:
-            jagged = layer(
-                jagged, num_targets, timestamps=timestamps, query_timestamps=query_timestamps
-            )
+            in_place = type(jagged) is Jagged and _may_overwrite(before, layer)
+            update: Any = layer._forward_in_place if in_place else layer  # pyright: ignore[reportPrivateUsage]
+            jagged = update(jagged, num_targets, **times)
+            before = layer
         return _in_container_of(x, jagged)
 
     @through_call
@@ -260,6 +264,14 @@ class HSTUStack(Layer):
                 "cache's timestamps", cache.timestamps, "cache", cache.layers[0], self.config
             )
         return times._replace(cache_timestamps=cache.timestamps).completed(x)._asdict()
+
+
+def _may_overwrite(before: HSTULayer | None, layer: HSTULayer) -> bool:
+    """Whether nobody but the stack holds the rows between two layers: no graph, no hook, and no
+    layer of a user's class. The first layer's rows are the caller's."""
+    if before is None or torch.is_grad_enabled() or is_recorded() or has_global_hooks():
+        return False
+    return all(type(x) is HSTULayer and not has_call_of_its_own(x) for x in (before, layer))
 
 
 @torch.fx.wrap

@@ -38,14 +38,14 @@ def may_be_one_node(x: Tensor, *modules: nn.Module, on_cpu: bool = False) -> boo
     Args:
         on_cpu: the node also runs on the CPU, but not where what is computed is recorded.
     """
-    if not (x.is_cuda or (on_cpu and x.is_cpu and not _is_recorded())):
+    if not (x.is_cuda or (on_cpu and x.is_cpu and not is_recorded())):
         return False
-    if is_exporting() or is_batch_invariant() or _has_global_hooks():
+    if is_exporting() or is_batch_invariant() or has_global_hooks():
         return False
     return all(map(_is_plain, modules))
 
 
-def _is_recorded() -> bool:
+def is_recorded() -> bool:
     """Whether a graph is made of the calls, or a mode sees them."""
     return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())  # pyright: ignore[reportPrivateUsage]
 
@@ -80,7 +80,7 @@ def parameters_of(*modules: nn.Module) -> list[Any]:
     return [x[name] for owner in owners for x in [owner._parameters] for name in names if name in x]
 
 
-def _has_global_hooks() -> bool:
+def has_global_hooks() -> bool:
     of_all: Any = torch_module
     forward = of_all._global_forward_hooks or of_all._global_forward_pre_hooks
     return bool(forward or of_all._global_backward_hooks or of_all._global_backward_pre_hooks)

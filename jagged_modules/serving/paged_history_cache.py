@@ -31,6 +31,7 @@ from .pages import (
     check_sequence,
     check_users,
     listed_users,
+    ranges_of,
 )
 from .storage import RowStorage
 
@@ -250,7 +251,8 @@ class PagedHistoryCache:
         anew: Sequence[Hashable] = (),
         **others: Any,
     ) -> Any:
-        """Compute and keep the next events of cached users.
+        """Compute and keep the next events of cached users. A call that fails, in a layer too,
+        leaves all users as they were, except those of anew.
 
         Args:
             users: one key per segment of the events, without repetition. All must be cached: `put`
@@ -302,10 +304,12 @@ class PagedHistoryCache:
             cached = self._empty(users, anew)
         outputs, added = self.layer.append(events, cached, **others)
         del cached  # its pages
-        with self._ordered():
+        lengths = _lengths(added.layers[0])
+        with self._ordered(copies=False):
             table = self._allocate(added)
-            self._write(users, added, table.extend(users, _lengths(added.layers[0])))
-            self._keep_last(table, users)
+            known = [table.users[user] for user in users]
+        with self._reserved(table, users, known, lengths), self._ordered():
+            self._rows.write(added, ranges_of(known, lengths))
         return outputs
 
     def _append_in_pages(
@@ -319,22 +323,13 @@ class PagedHistoryCache:
         with self._ordered(copies=False):
             table, known = self._check_cached(users, anew)
             self._wait_for_readers()
-            table.reserve(users, known, lengths)
-        try:
+        with self._reserved(table, users, known, lengths):
             with self._lock:
                 layers = self._rows.with_room(
                     table, known, lengths, wrapped.offsets, others.get("timestamps")
                 )
             cached = self._rows.history(layers, self.layer.max_cached_rows)
             outputs, _ = self.layer.append(events, cached, **others)
-            with self._ordered():
-                table.count(known, lengths)
-                if self.layer.max_cached_rows is not None:
-                    self._keep_last(table, users)
-        except BaseException:
-            with self._ordered():
-                table.trim(users)
-            raise
         return outputs
 
     @torch.no_grad()
@@ -476,6 +471,34 @@ class PagedHistoryCache:
             stream = self._readers.pop()
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
+    @contextlib.contextmanager
+    def _reserved(
+        self,
+        table: PageTable,
+        users: Sequence[Hashable],
+        known: Sequence[UserPages],
+        lengths: Sequence[int],
+    ) -> Generator[None]:
+        """Pages for so many more rows of users, which the block writes. If it fails, all users have
+        the rows that they had, also those that were evicted for these."""
+        restore, evicted = None, list[tuple[Hashable, UserPages]]()
+        try:
+            with self._ordered(copies=False):
+                evicted = table.reserve(users, known, lengths)
+                if evicted:
+                    restore = self._rows.kept(ranges_of(known, lengths))
+            yield
+            with self._ordered():
+                table.count(known, lengths)
+                self._keep_last(table, users)
+        except BaseException:
+            with self._ordered():
+                table.trim(users)
+                if restore is not None:
+                    restore()
+                table.give_back(evicted)
+            raise
+
     def _keep_last(self, table: PageTable, users: Sequence[Hashable]) -> None:
         if self.layer.max_cached_rows is not None:
             for user in users:
@@ -484,8 +507,8 @@ class PagedHistoryCache:
     def _write(
         self, users: Sequence[Hashable], rows: HistoryCache, ranges: Sequence[RowRange]
     ) -> None:
-        """Copy the rows to these ranges. If that fails, for example without memory, the users are
-        forgotten."""
+        """Copy the rows of whole histories to these ranges. If that fails, for example without
+        memory, the users are forgotten."""
         try:
             self._rows.write(rows, ranges)
         except BaseException:

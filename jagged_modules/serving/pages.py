@@ -108,7 +108,11 @@ class PageTable:
         Returns the rows to write."""
         self._check(sum(self._pages_of(length) for length in lengths), len(users), len(self._pins))
         self.restart(users, weights)
-        return self.extend(users, lengths)
+        known = [self.users[user] for user in users]
+        self.reserve(users, known, lengths)
+        ranges = ranges_of(known, lengths)
+        self.count(known, lengths)
+        return ranges
 
     def restart(self, users: Iterable[Hashable], weights: int) -> None:
         """Users have no rows, until `reserve` in the pages that they had, unless these are read.
@@ -124,20 +128,12 @@ class PageTable:
                 self.num_rows -= x.length
                 x.weights, x.first, x.length = ~weights, 0, 0
 
-    def extend(self, users: Sequence[Hashable], lengths: Sequence[int]) -> list[RowRange]:
-        """Give each user pages for so many more rows. Returns the rows to write, of users who have
-        some."""
-        known = [self.users[user] for user in users]
-        self.reserve(users, known, lengths)
-        ranges = ranges_of(known, lengths)
-        self.count(known, lengths)
-        return ranges
-
     def reserve(
         self, users: Sequence[Hashable], known: Sequence[UserPages], lengths: Sequence[int]
-    ) -> None:
+    ) -> list[tuple[Hashable, UserPages]]:
         """Give each user pages for so many more rows, which do not count until `count`. known: the
-        pages of the users."""
+        pages of the users. Returns the users that are evicted for them, with their pages."""
+        evicted = list[tuple[Hashable, UserPages]]()
         rows, move = self.page_rows, self.users.move_to_end
         for user in users:
             move(user)
@@ -157,13 +153,16 @@ class PageTable:
             self._check(sum([len(x.pages) for x in known]) + more, len(users), len(pinned))
             keep = set(users)
             while self.num_free < more:  # evict the least recently used of the others
-                self.drop(next(user for user in self.users if user not in keep))
+                user = next(user for user in self.users if user not in keep)
+                evicted.append((user, self.users[user]))
+                self.drop(user)
                 self.evictions += 1
             for x, more in needs:
                 x.pages.extend([self._take() for _ in range(more)])
                 del x.row[:]
                 while self.width < len(x.pages):
                     self.width *= 2
+        return evicted
 
     def rows_of(self, known: Sequence[UserPages], lengths: Sequence[int]) -> Tensor:
         """The `UserTable.users` of these users, with so many rows each."""
@@ -192,6 +191,17 @@ class PageTable:
         for user in users:
             x = self.users[user]
             self._drop_pages(x, self._pages_of(x.first + x.length))
+
+    def give_back(self, evicted: Sequence[tuple[Hashable, UserPages]]) -> None:
+        """Undo the evictions of `reserve`, after `trim`."""
+        pages = {page for _, x in evicted for page in x.pages}
+        self._freed = [page for page in self._freed if page not in pages]
+        self._waiting -= pages
+        for user, x in reversed(evicted):
+            self.users[user] = x
+            self.users.move_to_end(user, last=False)
+            self.num_rows += x.length
+        self.evictions -= len(evicted)
 
     def _drop_pages(self, x: UserPages, used: int) -> None:
         """Free all but the first pages of a user."""

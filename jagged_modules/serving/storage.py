@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,15 @@ from torch import Tensor
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
-from ..containers.pages import PagedRows, Room, UserTable, from_8_bits, gather_pages, write_rows
+from ..containers.pages import (
+    DTYPES_OF_8_BITS,
+    PagedRows,
+    Room,
+    UserTable,
+    from_8_bits,
+    gather_pages,
+    write_rows,
+)
 from ..scalars import check_equal
 from .pages import CacheFull, PageTable, RowRange, UserPages, ranges_of, row_indices, rows_on_host
 
@@ -116,6 +124,20 @@ class RowStorage:
         for own, layer in zip(self._layers, rows.layers):
             write_rows(own.with_spare, own.all_scales, index, layer.values)
         self.write_timestamps(index, rows.timestamps)
+
+    def kept(self, ranges: Sequence[RowRange]) -> Callable[[], None]:
+        """A function that writes the rows of these ranges as they are now."""
+        index = rows_on_host(ranges, self.page_rows).to(self.device, non_blocking=True)
+        tensors = [x for x in (self.values, self.scales, self.timestamps) if x is not None]
+        # torch copies no float8
+        tensors = [x.view(torch.int8) if x.dtype in DTYPES_OF_8_BITS else x for x in tensors]
+        rows = [x.index_select(0, index) for x in tensors]
+
+        def write() -> None:
+            for x, kept in zip(tensors, rows):
+                x.index_copy_(0, index, kept)
+
+        return write
 
     def write_timestamps(self, index: Tensor, new: Tensor | None) -> None:
         if self.timestamps is not None and new is not None:

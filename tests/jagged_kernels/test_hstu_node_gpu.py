@@ -309,3 +309,20 @@ def test_memory_of_a_forward_without_gradients(offsets):
         layer(jagged)
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < 1.05 * 8 * 512 * 2 * len(x) + 8 * 2**20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_stack_without_gradients_adds_in_place(offsets, dtype):
+    """The bits of the layers one after another, as near to those with gradients as a rounding."""
+    stack = jm.HSTUStack(96, 3, 3, jm.HSTUConfig(scaling_seqlen=50)).to("cuda", dtype)
+    x, ends = torch.randn(sum(LENGTHS), 96).to("cuda", dtype), offsets(LENGTHS, "cuda")
+    before, expected = x.clone(), x
+    with torch.no_grad():
+        for layer in stack.layers:
+            expected = call(layer, expected, ends)
+        out = call(stack, x, ends)
+    assert torch.equal(out, expected) and torch.equal(x, before)
+    trained = call(stack, x, ends)
+    assert trained.requires_grad
+    error = (out - trained).norm() / trained.norm()
+    assert error < 2 * torch.finfo(torch.bfloat16).eps

@@ -14,6 +14,7 @@ from jagged_kernels.attention.triton_forward import attention_fwd_kernel
 from jagged_kernels.common import ptxas
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 
@@ -89,7 +90,10 @@ def test_settings_of_triton_are_left_as_they_were(monkeypatch):
         seen.append((knobs.nvidia.ptxas.version, options.get("ptx_version")))
         if source == "bad":
             raise ValueError(source)
+        return kernel
 
+    kernel = object.__new__(CompiledKernel)
+    kernel.module = None
     monkeypatch.setattr(ptxas.compiler, "compile", compile_with)
     hopper = GPUTarget("cuda", 90, 32)
     with ThreadPoolExecutor(8) as threads:

@@ -535,6 +535,21 @@ def test_layer_with_every_container(kind):
     assert counter.frame_count == 1
 
 
+def test_a_masked_nested_history_and_its_targets():
+    """The number of query groups is no guard, with nested tensors' sizes either."""
+    mask = jm.AttentionMask(causal=True)
+    layer = jm.JaggedSelfTargetAttention(WIDTH, HEADS, mask=mask)
+    graph, counter = compiled(layer)
+    for users, rows, count in SIZES[:2]:
+        values, of_values = torch.randn(rows, WIDTH), random_offsets(users, rows)
+        targets, of_targets = torch.randn(count, WIDTH), random_offsets(users, count)
+        history = torch.nested.nested_tensor_from_jagged(values, of_values)
+        outs = graph(history, torch.nested.nested_tensor_from_jagged(targets, of_targets))
+        expected = layer((values, of_values), (targets, of_targets))
+        torch.testing.assert_close([x.values() for x in outs], [x for x, _ in expected])
+    assert counter.frame_count == 1
+
+
 @slow_after(1, "kind", ["Jagged", "JaggedTensor"])
 def test_layer_gives_the_same_container(kind):
     torchrec = pytest.importorskip("torchrec")

@@ -160,6 +160,33 @@ def test_an_append_that_fails_leaves_the_cache_as_it_was(monkeypatch):
     torch.testing.assert_close(out.values, torch.cat(timeline.take(list(full), 1)))
 
 
+@pytest.mark.parametrize("dtype", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_an_append_that_fails_evicts_nobody(monkeypatch, dtype):
+    """All pages are in use. The first layer has written the events to pages of two others, when the
+    second one raises."""
+    layer = hstu(jm.HSTUConfig(scaling_seqlen=400, relative_time=20), dtype=torch.float32)
+    rows, users = [torch.randn(n, WIDTH) for n in (100, 200, 10, 50)], [0, 1, 2, 3]
+    page = jm.PagedHistoryCache(layer, 2**24, PAGE, dtype)
+    page.put([0], jagged(rows[:1]), timestamps=torch.arange(100))
+    cache = jm.PagedHistoryCache(layer, 5 * page.statistics().bytes, PAGE, dtype)
+    cache.put(users, jagged(rows), timestamps=torch.cat([torch.arange(len(x)) for x in rows]))
+    before, kept = cache.statistics(), cache.select(users)
+    times, values = kept.timestamps, [x.values for x in kept.layers]
+    events, of_events = jagged([torch.randn(250, WIDTH)]), torch.arange(50, 300)
+    del kept  # and its pins
+    with monkeypatch.context() as patch:
+        patch.setattr(layer.layers[1], "_project", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.append([3], events, timestamps=of_events)
+    assert cache.statistics() == before and cache.users() == users
+    found = cache.select(users)
+    for x, y in zip([found.timestamps, *(x.values for x in found.layers)], [times, *values]):
+        assert torch.equal(x, y)
+    del found
+    cache.append([3], events, timestamps=of_events)
+    assert cache.users() == [2, 3] and cache.statistics().evictions == 2
+
+
 def test_candidates_of_a_target_attention():
     layer = jm.JaggedTargetAttention(WIDTH, HEADS)
     cache, rows = jm.PagedHistoryCache(layer, 2**22, PAGE), torch.randn(sum(HISTORIES), WIDTH)

@@ -124,20 +124,25 @@ def test_without_gradients_the_packed_projection_is_free_before_that_of_the_outp
     as_node, offsets_of, monkeypatch
 ):
     layer, x = make()
-    layer.calls_modules, linear, results = False, hstu_node.linear, []
+    layer.calls_modules, results = False, []
+    linear, output = hstu_node.linear, hstu_node._sum
 
-    def counted(*operands):
-        alive.append(sum(not x.expired() for x in results))
+    def noted(*operands):
         y = linear(*operands)
         results.append(StorageWeakRef(y.untyped_storage()))
         return y
 
-    monkeypatch.setattr(hstu_node, "linear", counted)
+    def counted(*operands):
+        alive.append(sum(not x.expired() for x in results))
+        return output(*operands)
+
+    monkeypatch.setattr(hstu_node, "linear", noted)
+    monkeypatch.setattr(hstu_node, "_sum", counted)
     for enabled in (False, True):
         alive = []
         with torch.set_grad_enabled(enabled):
             out = layer((x, offsets_of(LENGTHS)))[0]
-        assert alive == [0, int(enabled)] and out.requires_grad == enabled
+        assert alive == [int(enabled)] and out.requires_grad == enabled
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -233,3 +238,131 @@ def test_rows_of_zeros_behind_rows_behind_the_end(
     as_node, rounded, only_the_device_knows, recompute
 ):
     test_rows_behind_the_end(as_node, only_the_device_knows, "HSTULayer", recompute)
+
+
+# -- a stack without gradients adds to the rows between two layers in place -----------------------
+
+
+class _Kept(jm.HSTULayer):
+    """A user's layer, which keeps its results."""
+
+    def forward(self, *args, **options):
+        self.result = super().forward(*args, **options)
+        return self.result
+
+
+@pytest.fixture
+def stack(as_node, monkeypatch):
+    """Four layers in fp64, whose `in_place` tells for the layers of the last call whether each
+    wrote its result to its input."""
+    found = jm.HSTUStack(WIDTH, HEADS, 4, config_of()).double().eval()
+    for layer in found.layers:
+        layer.calls_modules = False
+    found.in_place = []
+    node = hstu.hstu_node
+
+    def noted(layer, x, *others):
+        out = node(layer, x, *others)
+        found.in_place.append(out.data_ptr() == x.data_ptr())
+        return out
+
+    monkeypatch.setattr(hstu, "hstu_node", noted)
+    return found
+
+
+@pytest.fixture
+def rows(offsets_of):
+    x = torch.randn(sum(LENGTHS), WIDTH, dtype=torch.float64)
+    return jm.Jagged(x, offsets_of(LENGTHS), max(LENGTHS))
+
+
+def one_by_one(stack, rows):
+    """The layers' results."""
+    outs = []
+    for layer in stack.layers:
+        outs.append(layer(outs[-1] if outs else rows, torch.tensor(TARGETS)))
+    assert not any(stack.in_place)
+    stack.in_place.clear()
+    return [x.values for x in outs]
+
+
+@torch.no_grad()
+def test_the_residual_in_place(stack, rows):
+    before, expected = rows.values.clone(), one_by_one(stack, rows)
+    out = stack(rows, torch.tensor(TARGETS)).values
+    assert stack.in_place == [False, True, True, True]
+    assert torch.equal(out, expected[-1]) and torch.equal(rows.values, before)
+
+
+@pytest.mark.parametrize(
+    "kind, in_place",
+    [
+        ("hook", [False, False, False, True]),
+        ("hook before", [False, False, False, True]),
+        ("class", [False, False, False, True]),
+        ("own forward", [False, False, False, True]),
+        ("global hook", [False, False, False, False]),
+    ],
+)
+@torch.no_grad()
+def test_rows_that_others_hold_are_not_overwritten(stack, rows, kind, in_place):
+    """The result of the second layer, or its input."""
+    expected, kept, layer = one_by_one(stack, rows), [], stack.layers[1]
+    handle = None
+    if kind == "hook":
+        layer.register_forward_hook(lambda module, args, out: kept.append(out.values))
+    elif kind == "hook before":
+        layer.register_forward_pre_hook(lambda module, args: kept.append(args[0].values))
+    elif kind == "class":
+        layer.__class__ = _Kept
+    elif kind == "own forward":
+        layer.forward = lambda *args, **options: jm.HSTULayer.forward(layer, *args, **options)
+    else:
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, args, out: kept.append(out.values) if module is layer else None
+        )
+    try:
+        out = stack(rows, torch.tensor(TARGETS)).values
+    finally:
+        if handle is not None:
+            handle.remove()
+    if kind == "class":
+        kept.append(layer.result.values)
+    assert stack.in_place == in_place
+    assert torch.equal(out, expected[-1])
+    held = expected[0] if kind == "hook before" else expected[1]
+    assert kind == "own forward" or torch.equal(kept[0], held)
+
+
+def test_no_row_is_overwritten_that_a_backward_reads(stack, rows):
+    """Nor where gradients are on, and nothing has one yet."""
+    out = stack(rows, torch.tensor(TARGETS)).values
+    assert out.requires_grad and stack.in_place == [False] * 4
+    stack.in_place.clear()
+    stack.requires_grad_(False)
+    stack(rows, torch.tensor(TARGETS))
+    assert stack.in_place == [False] * 4
+
+
+class _Traced(jm.HSTUStack):
+    def forward(self, x, num_targets):
+        return super().forward(x, num_targets)
+
+
+@torch.no_grad()
+def test_a_trace_overwrites_nothing(stack, rows):
+    """Its graph may run with gradients, and with hooks."""
+    stack.__class__ = _Traced
+    torch.fx.symbolic_trace(stack)(rows, torch.tensor(TARGETS))
+    assert stack.in_place == [False] * 4
+
+
+@torch.no_grad()
+def test_rows_behind_the_end_in_place(stack, rows, only_the_device_knows):
+    """Those of the input are not read, and those of the results are 0."""
+    targets, tail = torch.tensor(TARGETS), torch.full((3, WIDTH), torch.nan, dtype=torch.float64)
+    expected = stack((rows.values, rows.offsets), targets)[0]
+    x = torch.cat([rows.values, tail])
+    out = stack((x, rows.offsets), targets)[0]
+    assert torch.equal(out[:-3], expected) and not out[-3:].any()
+    assert x[-3:].isnan().all() and torch.equal(x[:-3], rows.values)

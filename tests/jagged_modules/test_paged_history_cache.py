@@ -6,8 +6,10 @@ import threading
 
 import pytest
 import torch
+from jagged_kernels.attention.pages import SMALLEST_PAGE
 
 import jagged_modules as jm
+from jagged_modules.serving import storage
 
 from .caching import Rows, Timeline, hstu, jagged, rows_of
 from .hstu_cases import HEADS, WIDTH, config_of
@@ -520,16 +522,43 @@ def test_a_layer_that_changed_its_dtype_or_sizes():
     assert_holds(rows, {1: (0, 3)})
 
 
-def test_users_whose_rows_could_not_be_copied_are_forgotten(monkeypatch):
+def _fail_after(write):
+    def failing(*args):
+        write(*args)
+        raise ZeroDivisionError
+
+    return failing
+
+
+def test_users_whose_histories_could_not_be_copied_are_forgotten(monkeypatch):
     cache = cache_of(9)
     put(cache, {1: 3, 2: 3})
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "index_copy_", lambda *args: 1 / 0)
+        patch.setattr(storage, "write_rows", _fail_after(storage.write_rows))
         with pytest.raises(ZeroDivisionError):
-            cache.append([1], jagged([rows_for(1, 3, 4)]))
+            put(cache, {1: 4})
     assert 1 not in cache
     assert_holds(cache, {2: (0, 3)})
     assert cache.statistics().rows == 3
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_events_that_could_not_be_copied_change_nothing(monkeypatch, is_read):
+    """They evict user 1, and are written to its pages."""
+    cache = cache_of(6, SMALLEST_PAGE)
+    put(cache, {1: 300, 2: 100, 3: 5})
+    selected, before = cache.select([3]) if is_read else None, cache.statistics()
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write_rows", _fail_after(storage.write_rows))
+        with pytest.raises(ZeroDivisionError):
+            cache.append([2], jagged([rows_for(2, 100, 400)]))
+    assert cache.statistics() == before
+    assert cache.users() == [1, 3, 2]
+    assert_holds(cache, {1: (0, 300), 2: (0, 100), 3: (0, 5)})
+    cache.append([2], jagged([rows_for(2, 100, 400)]))
+    assert cache.users() == [3, 2] and cache.statistics().evictions == 1
+    assert_holds(cache, {2: (0, 400), 3: (0, 5)})
+    assert selected is None or torch.equal(rows_of(selected)[0], rows_for(3, 0, 5))
 
 
 def test_the_layers_errors_change_nothing():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from operator import attrgetter, itemgetter
 
@@ -18,7 +19,7 @@ import torch
 import triton
 from triton import knobs
 from triton._C.libtriton import native_specialize_impl as specialisation
-from triton.compiler import make_backend
+from triton.compiler import CompiledKernel, make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -26,6 +27,27 @@ from . import ops
 from .descriptors import Described
 
 _NOT_YET = None, None
+# by the same thread again if a hook of Triton's loads another kernel
+_loading = threading.RLock()
+
+
+class LoadedOnce(CompiledKernel):
+    """A kernel that one thread loads while the others wait.
+
+    Triton 3.6 imports a C module for each type of launcher, all of one name. Python returns the
+    same module for those that it has imported before, and fills it again: a launcher may find the
+    function of another thread's in it. And Triton returns a launcher while another thread still
+    loads the kernel's function.
+    """
+
+    def _init_handles(self) -> None:
+        with _loading:
+            super()._init_handles()
+
+    @property
+    def run(self):
+        self._init_handles()
+        return self._run
 
 
 class CachedLaunches(JITFunction):

@@ -17,7 +17,7 @@ from triton.backends.nvidia.compiler import get_ptxas, ptx_get_version
 from triton.runtime.jit import JITFunction
 
 from . import precompiled
-from .launch import CachedLaunches
+from .launch import CachedLaunches, LoadedOnce
 
 FIRST_SOUND_RELEASE = (12, 9)
 # held while Triton's settings, which belong to the process, are read or set
@@ -48,10 +48,15 @@ def _compiled_safely(kind: type[JITFunction]) -> type[JITFunction]:
 
 def compile_kernel(source, target: GPUTarget, options: dict, **kwargs):
     """`triton.compile`, on compute capability 9.0 with `hopper_ptxas`; nothing is compiled that
-    `precompiled` finds."""
-    found = precompiled.find(source, target, options)
-    if found is not None:
-        return found
+    `precompiled` finds. The kernel is a `LoadedOnce`."""
+    kernel = precompiled.find(source, target, options)
+    if kernel is None:
+        kernel = _compile(source, target, options, **kwargs)
+    kernel.__class__ = LoadedOnce
+    return kernel
+
+
+def _compile(source, target: GPUTarget, options: dict, **kwargs):
     if target.backend != "cuda" or target.arch // 10 != 9:
         return compiler.compile(source, target=target, options=options, **kwargs)
     with _lock:

@@ -251,7 +251,8 @@ def num_query_groups(queries: str, num_queries: int, keys: str, num_keys: int) -
     the arguments in errors. ValueError if it is not an integer."""
     if num_queries == num_keys:
         return 1
-    if num_queries == 0 or num_keys == 0 or num_queries % num_keys:
+    # Of 2 s + 2 and s + 1, a trace knows the quotient. It would guard on the remainder.
+    if num_queries == 0 or num_keys == 0 or num_queries // num_keys * num_keys != num_queries:
         raise ValueError(
             f"{queries} must describe as many segments as {keys}, or a multiple of them, got"
             f" {num_queries} and {num_keys}"
