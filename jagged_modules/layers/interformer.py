@@ -111,6 +111,7 @@ class JaggedInterFormer(UserLayers):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_parameter_dtype(dtype)
+        check_size("embedding_dim", embedding_dim)
         check_size("num_features", num_features)
         check_size("num_layers", num_layers)
         config = InterFormerConfig() if config is None else config

@@ -118,6 +118,7 @@ class JaggedKunlun(UserLayers):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_parameter_dtype(dtype)
+        check_size("embedding_dim", embedding_dim)
         check_size("num_features", num_features)
         check_size("num_layers", num_layers)
         config = KunlunConfig() if config is None else config
