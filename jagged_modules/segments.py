@@ -182,8 +182,9 @@ class Segmentation:
     @property
     def num_rows(self) -> int | None:
         """The sum of host_lengths, None until they are known."""
-        if self.host_lengths is not None and self._num_rows is None:
-            self._num_rows = int(self.host_lengths.sum())
+        lengths = self.host_lengths
+        if self._num_rows is None and lengths is not None and values_are_checkable(lengths):
+            self._num_rows = int(lengths.sum())
         return self._num_rows
 
     def keep(self, key: tuple[object, ...], schedule: TileSchedule) -> None:
@@ -214,11 +215,7 @@ class Segmentation:
     def lengths_on_host(self, offsets: Tensor) -> Tensor | None:
         """host_lengths; computed once from offsets that are on the host, None if offsets are on a
         device and nobody gave the lengths."""
-        if (
-            self.host_lengths is None
-            and offsets.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-        ):
+        if self.host_lengths is None and offsets.is_cpu and values_are_checkable(offsets):
             self.host_lengths = offsets.diff()
         return self.host_lengths
 

@@ -470,12 +470,29 @@ def layers(device: str, dtype: torch.dtype, width: int = 24) -> dict[str, Operat
             ("x",),
         )
 
-    pooled = (
-        jm.JaggedGDPA(width, 2, config=jm.GDPAConfig(num_seeds=3))
-        .to(device, dtype)
-        .requires_grad_(False)
-    )
+    def to_one_row(layer: torch.nn.Module) -> Operator:
+        layer = layer.to(device, dtype).requires_grad_(False)
+        return Operator(
+            lambda length: {"x": torch.randn(length, width, **options)},
+            lambda x, offsets: layer((x["x"], offsets["x"].to(device))),
+            lambda segment: 1,
+            ("x",),
+        )
+
     target = jm.JaggedTargetAttention(width, 2).to(device, dtype).requires_grad_(False)
+
+    def with_features(layer: torch.nn.Module) -> Operator:
+        layer = layer.to(device, dtype).requires_grad_(False)
+        return Operator(
+            lambda length: {
+                "x": torch.randn(length, width, **options),
+                "features": torch.randn(1, 3, width, **options),
+            },
+            lambda x, offsets: layer((x["x"], offsets["x"].to(device)), x["features"])[0][0],
+            "x",
+            ("x", "features"),
+        )
+
     return {
         "target-attention": Operator(
             lambda length: {
@@ -491,13 +508,13 @@ def layers(device: str, dtype: torch.dtype, width: int = 24) -> dict[str, Operat
         ),
         "gdpa": of(jm.GDPABlock(width, 2, config=jm.GDPAConfig(qk_norm=True, num_kv_heads=1))),
         "gdpa-weights": of(jm.GDPABlock(width, 2, config=jm.GDPAConfig(num_weights=5))),
-        "gdpa-seeds": Operator(
-            lambda length: {"x": torch.randn(length, width, **options)},
-            lambda x, offsets: pooled((x["x"], offsets["x"].to(device))),
-            lambda segment: 1,
-            ("x",),
-        ),
+        "gdpa-seeds": to_one_row(jm.JaggedGDPA(width, 2, config=jm.GDPAConfig(num_seeds=3))),
+        "seed-pooling": to_one_row(jm.JaggedSeedPooling(width, 2, 8, 3, rank=2)),
         "block-attention": of(jm.BlockDiagonalSelfAttention(width, 2, block_size=16)),
         "hstu": of(jm.HSTUStack(width, 2, 2, jm.HSTUConfig(scaling_seqlen=100))),
         "mlp": of(jm.JaggedMLP([width, 33, width], "gelu")),
+        "encoder": of(jm.JaggedEncoderLayer(width, 2, 33, norm="rms", activation="swiglu")),
+        # the first of the two layers updates features that the second reads
+        "interformer": with_features(jm.JaggedInterFormer(width, 2, 3, num_layers=2)),
+        "kunlun": with_features(jm.JaggedKunlun(width, 2, 3, num_layers=2)),
     }

@@ -113,7 +113,7 @@ class CandidateIndex(Queries):
         """
         check_integers(name, candidate_to_user)
         check_size("num_users", num_users, at_least=0)
-        on_host = candidate_to_user.device.type == "cpu" and not torch.compiler.is_compiling()
+        on_host = candidate_to_user.is_cpu and values_are_checkable(candidate_to_user)
         if not on_host:
             return cls._from_map(candidate_to_user, num_users, on_host, name)
         with one_thread():

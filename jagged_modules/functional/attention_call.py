@@ -70,7 +70,7 @@ def checked_call(
 ) -> ParsedAttention:
     """`parsed_call` of operands that a caller or a module gives, in the dtype of autocast.
     WrongDtype if the device has no attention for q's, ValueError if q, k and v do not match,
-    RuntimeError inside a torch.func transform, except by definition."""
+    RuntimeError inside a torch.func transform, except by definition, and under torch.jit.trace."""
     pages, implementation = options.pages, options.implementation
     if pages is not None and keys is not None:
         k, v, pages = readable_keys(pages, keys.offsets, (q, k, v), implementation)
@@ -80,6 +80,9 @@ def checked_call(
     check_operands(q, k, v, scaled=scaled)
     if implementation != "reference":
         refuse_transforms("jagged_attention does")
+    jit: Any = torch.jit  # is_tracing has no annotation
+    if jit.is_tracing():
+        raise RuntimeError("attention cannot be recorded by torch.jit.trace: use torch.export")
     return parsed_call(q, k, v, queries, keys, options._replace(pages=pages))
 
 

@@ -223,7 +223,9 @@ def jagged_between(
         if bound is not None:
             bound = _bound_of_rows(name, bound, times, segment, segments)
             is_between = is_between & (times >= bound if name == "start" else times < bound)
-    if known := all(values_are_checkable(y) for y in given if isinstance(y, Tensor)):
+    known = all(values_are_checkable(y) for y in given if isinstance(y, Tensor))
+    known = known and not x.is_meta
+    if known:
         total = int(is_between.sum())
     index = indices_of_true(is_between, total)
     ends = pad(is_between.cumsum(0, dtype=offsets.dtype), (1, 0))[offsets]

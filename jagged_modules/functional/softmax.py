@@ -77,7 +77,7 @@ def jagged2_softmax(
     (p,) = checked_operands("jagged2_softmax", implementation, False, p=(p, "[total]"))
     offsets = plan_offsets(plan, "p", p)
     check_plan_rows("p", p, "scores", plan.total)
-    if dim not in (-1, -2):
+    if not isinstance(dim, int) or dim not in (-1, -2):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"dim must be -1 (rows) or -2 (columns), got {dim}")
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":

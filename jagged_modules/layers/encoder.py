@@ -16,7 +16,6 @@ from ..dropout import check_dropout
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_kind, check_number, check_size
-from ..tracing import one_module
 from .encoder_node import QUERIES, encoder_dtype, encoder_node
 from .from_torch import (
     activation_of,
@@ -34,6 +33,7 @@ from .from_torch import (
     torch_norm,
 )
 from .gdpa import GDPAConfig, JaggedGDPA
+from .invariant import fixed_module
 from .norms import RMSNorm, RowNorm
 from .parameters import Layer, name_keywords
 
@@ -233,7 +233,7 @@ class JaggedEncoderLayer(Layer):
         parts = [attention] if isinstance(attention, nn.Module) else attention
         return like(layer, *linears, *parts, *norms)
 
-    @one_module
+    @fixed_module
     def forward(self, x: C, num_targets: Tensor | None = None) -> C:
         """Update all rows.
 
@@ -328,7 +328,7 @@ class JaggedEncoder(Layer):
         encoder = cls([own[layer] for layer in layers], copy.deepcopy(module.norm))
         return encoder.train(module.training)
 
-    @one_module
+    @fixed_module
     def forward(self, x: C, num_targets: Tensor | None = None) -> C:
         """Update all rows by each layer.
 

@@ -15,10 +15,10 @@ from ..containers.jagged import C, Jagged
 from ..functional.rows import jagged_concat, jagged_split, rows_or_zeros
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_kind, check_number, check_size, check_sizes
-from ..tracing import one_module
 from .feature_interaction import FeatureInteraction, SelfGate, UserLayers
 from .gdpa import GDPAConfig, JaggedGDPA
 from .gdpa_block import GDPABlock
+from .invariant import fixed_module
 from .linear_compress import LinearCompressEmbedding
 from .parameters import Layer, check_parameter_dtype, name_keywords
 from .pffn import JaggedPFFN, equal_segments
@@ -111,6 +111,7 @@ class JaggedInterFormer(UserLayers):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_parameter_dtype(dtype)
+        check_size("embedding_dim", embedding_dim)
         check_size("num_features", num_features)
         check_size("num_layers", num_layers)
         config = InterFormerConfig() if config is None else config
@@ -120,7 +121,7 @@ class JaggedInterFormer(UserLayers):
         layers = (InterFormerLayer(*sizes, **where) for _ in range(num_layers))
         super().__init__(embedding_dim, num_features, config, layers)
 
-    @one_module
+    @fixed_module
     def forward(self, history: C, features: Tensor) -> tuple[C, Tensor]:
         """Update the histories and the features.
 

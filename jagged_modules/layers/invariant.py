@@ -12,7 +12,7 @@ from torch.nn import functional as nnf
 from torch.overrides import TorchFunctionMode
 
 from ..cpu.invariant import pointwise_rows_cpu
-from ..functional import jagged_linear
+from ..functional import jagged_dense_bmm, jagged_linear
 from ..settings import is_batch_invariant
 from ..tracing import one_module
 
@@ -59,6 +59,14 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.unflatten(jagged_linear(x.flatten(0, -2), weight, bias), 0, x.shape[:-1])
 
 
+def _matmul(x: Tensor, y: Tensor) -> Tensor:
+    """As torch's, but the products of two batches of matrices are computed one by one."""
+    if x.dim() != 3 or y.dim() != 3 or x.shape[0] != y.shape[0]:
+        return x.matmul(y)
+    offsets = torch.arange(x.shape[0] + 1, device=x.device) * x.shape[1]
+    return torch.unflatten(jagged_dense_bmm(x.flatten(0, 1), y, offsets), 0, x.shape[:2])
+
+
 def _pointwise(function: Callable[..., Tensor], activation: str) -> Callable[..., Tensor]:
     """The function applied row by row on the CPU: there, the elements left over after full SIMD
     vectors take other instructions. On GPUs the function is unchanged."""
@@ -75,6 +83,7 @@ def _pointwise(function: Callable[..., Tensor], activation: str) -> Callable[...
 
 _FIXED: dict[Callable[..., Any], Callable[..., Any]] = {
     nnf.linear: _linear,
+    Tensor.matmul: _matmul,
     nnf.silu: _pointwise(nnf.silu, "silu"),
     nnf.gelu: _pointwise(nnf.gelu, "gelu"),
     nnf.hardswish: _pointwise(nnf.hardswish, "hardswish"),

@@ -15,10 +15,10 @@ from ..activations import ACTIVATIONS
 from ..containers.jagged import C, Jagged
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size, check_sizes
-from ..tracing import one_module
 from .feature_interaction import FeatureInteraction, UserLayers
 from .gdpa import GDPAConfig
 from .gdpa_block import GDPABlock
+from .invariant import fixed_module
 from .linear_compress import LinearCompressEmbedding
 from .parameters import Layer, check_parameter_dtype, name_keywords
 from .pffn import JaggedPFFN
@@ -118,6 +118,7 @@ class JaggedKunlun(UserLayers):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_parameter_dtype(dtype)
+        check_size("embedding_dim", embedding_dim)
         check_size("num_features", num_features)
         check_size("num_layers", num_layers)
         config = KunlunConfig() if config is None else config
@@ -127,7 +128,7 @@ class JaggedKunlun(UserLayers):
         layers = (KunlunLayer(*sizes, i, **where) for i in range(num_layers))
         super().__init__(embedding_dim, num_features, config, layers)
 
-    @one_module
+    @fixed_module
     def forward(self, history: C, features: Tensor) -> tuple[C, Tensor]:
         """Update the histories and the features.
 

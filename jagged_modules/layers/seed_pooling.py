@@ -10,8 +10,8 @@ from torch.types import Device
 
 from ..containers.jagged import wrap_rows
 from ..scalars import check_size
-from ..tracing import one_module
 from .gdpa import GDPAConfig, JaggedGDPA
+from .invariant import fixed_module
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
 from .parameters import Layer, name_keywords
@@ -84,7 +84,7 @@ class JaggedSeedPooling(Layer):
             self.compress = LinearCompressEmbedding(num_seeds, num_tokens * rank, **where)
             self.mix = nn.Linear(rank * embedding_dim, embedding_dim, bias=False, **where)
 
-    @one_module
+    @fixed_module
     def forward(self, x: Any, features: Tensor | None = None) -> Tensor:
         """Pool the rows of each segment.
 

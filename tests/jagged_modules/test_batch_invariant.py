@@ -126,6 +126,14 @@ def test_compression_multiplies_no_batch_of_matrices():
     assert gemms.names == ["jagged_modules::batched_matmul_cpu"] * 4
 
 
+@pytest.mark.parametrize("name", ["interformer", "kunlun"])
+def test_layers_of_features_multiply_no_batch_of_matrices(name):
+    operator = layers("cpu", torch.float32)[name]
+    with _Gemms() as gemms:
+        operator.run([operator.operands(length) for length in (3, 5)])
+    assert gemms.names and all(name.startswith("jagged_modules::") for name in gemms.names)
+
+
 def test_sums_of_half_precision_under_scales():
     """Where scales are factored out, sums that are larger than fp16 holds are scaled before they
     are rounded to it."""

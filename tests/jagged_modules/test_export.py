@@ -559,6 +559,8 @@ def test_torch_jit_trace_is_told_to_use_torch_export():
         match="num_users must be an int, got Tensor: torch.jit.trace makes .*; use torch.export",
     ):
         torch.jit.trace(layer, inputs)
+    with pytest.raises(RuntimeError, match="recorded by torch.jit.trace: use torch.export"):
+        torch.jit.trace(jm.JaggedGDPA(WIDTH, HEADS), inputs[1:2])
 
 
 @pytest.mark.slow

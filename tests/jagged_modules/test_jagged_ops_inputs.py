@@ -227,6 +227,10 @@ BAD_CALLS = [
                 (P[:3], PLAN),
             ),
             r"dim must be -1 \(rows\) or -2 \(columns\), got 0": (F.jagged2_softmax, (P, PLAN, 0)),
+            r"dim must be -1 \(rows\) or -2 \(columns\), got tensor\(\[-1, -2\]\)": (
+                F.jagged2_softmax,
+                (P, PLAN, torch.tensor([-1, -2])),
+            ),
             r"weight must have shape \[T, D\] with x's D, 4, got \[4, 3\]": (
                 F.jagged_linear,
                 (X, Y[0], None),

@@ -5,9 +5,12 @@ import re
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import jagged_modules as jm
 from jagged_modules import functional as F
+
+from ..compatibility.cases import CASES, SIZES, training_step
 
 WIDTH, HEADS = 32, 2
 OFFSETS = torch.tensor([0, 2, 5])
@@ -93,6 +96,17 @@ def test_shapes_and_dtypes(layer):
         on_host, on_meta = on_host.values, on_meta.values
     assert on_meta.device.type == "meta"
     assert (on_meta.shape, on_meta.dtype) == (on_host.shape, on_host.dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fake_tensors_give_the_shapes_and_dtypes_of_a_step(name):
+    """As where memory is planned: no layer reads the values of a fake tensor."""
+    case = CASES[name]
+    inputs = case.model.inputs(*SIZES[0])
+    expected = training_step(case.model(case.build()), inputs)
+    with FakeTensorMode() as mode:
+        step = training_step(case.model(case.build()), [mode.from_tensor(x) for x in inputs])
+    assert [(x.shape, x.dtype) for x in step] == [(x.shape, x.dtype) for x in expected]
 
 
 def block_attend(rotary):

@@ -216,6 +216,12 @@ def test_rows_behind_the_last_segment_are_not_between():
     assert found.tolist() == [1, 3, 0, 0, 0] and ends.tolist() == [0, 1, 2]
 
 
+def test_rows_between_times_of_meta_rows():
+    x, offsets, times = torch.empty(5, 2, device="meta"), torch.tensor([0, 2, 5]), torch.arange(5)
+    found, ends = F.jagged_between(x, offsets, times=times, start=1)
+    assert found.is_meta and found.shape == x.shape and ends.shape == offsets.shape
+
+
 def test_times_are_compared_exactly():
     x, offsets, now = torch.arange(3), torch.tensor([0, 3]), 1_700_000_000_123
     times = now + torch.tensor([-1, 0, 1])
