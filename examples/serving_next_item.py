@@ -3,58 +3,17 @@ the encoder's output for the last event, which gives the query. New events are a
 that outgrows the model's window is encoded anew, because the positions of all events change.
 """
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
 import torch
 from sequence_model import SequenceModel
 from serving_histories import NONE
-from serving_rankers import Batch, Ranker, integers, jagged
+from serving_rankers import Batch, Ranker, jagged
 from serving_steps import CachedStep, SequenceStep
 
 import jagged_modules as jm
-
-# of the table of the encoder's outputs, if there are as many users: each growth makes new graphs
-FIRST_ROWS = 2**16
-
-
-class UserRows:
-    """Which row of a tensor each user has. No user has row 0, to which padding is written.
-
-    grow: gives the tensor so many rows.
-    """
-
-    def __init__(self, grow: Callable[[int], None], rows: int) -> None:
-        self._row: dict[int, int] = {}  # of the user
-        self._free, self._grow = list(range(1, rows)), grow
-        self._count = rows
-        grow(rows)
-
-    def __len__(self) -> int:
-        return len(self._row)
-
-    def __contains__(self, user: int) -> bool:
-        return user in self._row
-
-    def assign(self, users: Iterable[int]) -> None:
-        """Give free rows to those of the users who have none."""
-        new = [user for user in users if user not in self._row]
-        if len(new) > len(self._free):
-            known, self._count = self._count, 2 * self._count + len(new)
-            self._free += range(known, self._count)
-            self._grow(self._count)
-        for user in new:
-            self._row[user] = self._free.pop()
-
-    def of(self, users: Iterable[int]) -> torch.Tensor:
-        """int64 [users] on the host, the users' rows."""
-        return integers([self._row[user] for user in users])
-
-    def keep(self, users: Container[int]) -> None:
-        """Drop the rows of all other users."""
-        for user in [user for user in self._row if user not in users]:
-            self._free.append(self._row.pop(user))
 
 
 class SequenceRanker(Ranker):
@@ -68,9 +27,6 @@ class SequenceRanker(Ranker):
         super().__init__(model, model.encoder.encoder, dtype=dtype, **options)
         self.width = model.encoder.norm.normalized_shape[0]
         self._positions = np.arange(self.max_history)
-        # of `step.encoded`, for cached users
-        rows = 1 if self.cache is None else min(self.histories.num_users, FIRST_ROWS) + 64
-        self._encoded = UserRows(self.step.grow, rows)
         # of users whose cached rows are of fewer events than the history and the window have
         self._shorter: dict[int, int] = {}
 
@@ -86,18 +42,20 @@ class SequenceRanker(Ranker):
         self.stages.end("lookup")
         if self.cache is None:
             return self.run(events=ids, targets=candidates)
-        if len(self._encoded) > 2 * len(self.cache) + 1024:
-            self._encoded.keep(set(self.cache.users()))
-        scores = None
         if ids is not None:
-            self._encoded.assign(encoded)
-            others: dict[str, Any] = dict(targets=candidates) if self._encodes_and_scores else {}
-            rows = self._encoded.of(encoded)
-            scores = self._append(encoded, ids, anew, rows=rows, **others)
+            if self._encodes_and_scores:
+                scores = self._append(encoded, ids, anew, targets=candidates)
+                self.stages.end("cache")
+                return scores
+            last = self._append(encoded, ids, anew)
+            self.step.keep(self.cache.slots(encoded), last)
+        rows = self._read(self.cache.slots, [*batch.counts])
         self.stages.end("cache")
-        if scores is not None:
-            return scores
-        return self.run(targets=candidates, rows=self._encoded.of(batch.counts))
+        return self.run(targets=candidates, rows=rows)
+
+    def _make_pages(self, users: list[int]) -> None:
+        super()._make_pages(users)
+        self.step.grow(1 + self.cache.num_slots)
 
     def _to_encode(self, batch: Batch) -> tuple[list[int], list[int], jm.Jagged | None]:
         """The users with events to encode, and all others if one step encodes and scores; those of

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -316,18 +316,22 @@ class Ranker(ABC):
     def _append(self, users: list[int], events: jm.Jagged, anew: list[int], **others: Any) -> Any:
         """`append` of the cache. A history that is encoded anew is appended to an empty one: `put`
         returns no output, and its rows are not written by the pass of the model that makes them."""
-        if not self._has_pages:  # no history is cached yet
-            nothing = torch.empty(0, self.width, dtype=self.dtype, device=self.device)
-            offsets = torch.zeros(len(anew) + 1, dtype=torch.int64)
-            self.cache.put(anew, jm.Jagged.unchecked(nothing, offsets, None))
+        if not self._has_pages:
+            self._make_pages(anew)
             self._has_pages = True
         return self.cache.append(users, events, anew=anew, **others)
 
-    def _select(self, users: list[int]) -> jm.HistoryCache:
-        """The cached rows. CacheFull if writes for some users of this batch evicted others of
-        it."""
+    def _make_pages(self, users: list[int]) -> None:
+        """Give the users empty histories, the first ones that are cached."""
+        nothing = torch.empty(0, self.width, dtype=self.dtype, device=self.device)
+        offsets = torch.zeros(len(users) + 1, dtype=torch.int64)
+        self.cache.put(users, jm.Jagged.unchecked(nothing, offsets, None))
+
+    def _read(self, read: Callable[[list[int]], Any], users: list[int]) -> Any:
+        """What a method of the cache has of all users. CacheFull if writes for some users of this
+        batch evicted others of it."""
         try:
-            return self.cache.select(users)
+            return read(users)
         except KeyError as error:
             raise jm.CacheFull(
                 f"the cache has no room for the histories of {len(users)} users at once"

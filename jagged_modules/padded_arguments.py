@@ -405,7 +405,7 @@ class _Build:
             storage, scales = storage[:-1], None if scales is None else scales[:-1]
         pages = Pages(table, page_rows, num_rows, scales)
         x = PagedRows(storage, offsets, pages, segmentation_of(offsets), dtype)
-        x.room = room
+        x.room, x.slots = room, users[:, 1].long()
         return x
 
 

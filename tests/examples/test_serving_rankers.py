@@ -18,7 +18,6 @@ from checkpoints import Weights, export_weights, load_weights
 from estimated_times import estimated_times
 from ranking_data import RankingDataset
 from serving_models import make_ranker, options_of
-from serving_next_item import UserRows
 from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request
 from serving_warm_up import warm_up
 from training import rank_unseen
@@ -254,48 +253,6 @@ def test_a_ranker_that_forgets(served, name):
     batch = [requests.of(1), requests.of(2, events=1)]
     assert_same_scores(ranker.score(batch), new.score(batch))
     assert ranker.counts["encoded"] == 4 and not ranker.counts["reused"]
-
-
-def test_encoder_outputs_of_evicted_users_are_dropped(served):
-    """Only those of the cached users are kept, when there are many others."""
-    ranker, whole = ranker_of(served["hstu"], 200_000), ranker_of(served["hstu"], 0)
-    requests = Requests(ranker)
-    ranker._encoded.assign(list(range(100, 1500)))
-    for user in range(12):
-        batch = [requests.of(user)]
-        assert_same_scores(ranker.score(batch), whole.score(batch))
-    assert len(ranker._encoded) == len(ranker.cache) and all(
-        user in ranker._encoded for user in ranker.cache.users()
-    )
-
-
-def test_rows_of_users():
-    """As a dictionary has them, with users who come, are written again and go. None of them has the
-    row of the padding."""
-    table, expected, random = torch.zeros(0), {}, np.random.default_rng(0)
-
-    def grow(count):
-        nonlocal table
-        table = torch.cat([table, torch.full((count - len(table),), torch.nan)])
-
-    rows = UserRows(lambda count: None, 8)
-    rows.assign(range(8))
-    assert 0 not in rows.of(range(8))
-    rows = UserRows(grow, 8)
-    for _ in range(200):
-        users = random.choice(300, int(random.integers(1, 40)), replace=False).tolist()
-        new = torch.randn(len(users))
-        rows.assign(users)  # which may make another table
-        table[rows.of(users)] = new
-        expected.update(zip(users, new, strict=True))
-        if random.random() < 0.1:
-            kept = set(random.choice(300, 100, replace=False).tolist())
-            rows.keep(kept)
-            expected = {user: x for user, x in expected.items() if user in kept}
-        assert len(rows) == len(expected) and all(user in rows for user in expected)
-        if expected:
-            assert torch.equal(table[rows.of(list(expected))], torch.stack([*expected.values()]))
-    assert len(table) < 700
 
 
 @every_model

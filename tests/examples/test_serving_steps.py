@@ -12,7 +12,6 @@ import torch
 # `make test-gpu` also runs without it
 pytest.importorskip("torchrec", reason="the programs need it")
 
-import serving_next_item
 from checkpoints import load_weights
 from data.event_log import Categorical
 from ranking_data import bags, keyed
@@ -51,18 +50,6 @@ def test_graphs_give_the_scores_of_the_model(served, padded, name, page_rows, ca
     assert graphed.counts == plain.counts and 1 < len(graphed.run._steps)
     if not cache:
         assert len(graphed.run._steps) < calls
-
-
-def test_a_table_that_grows_has_graphs_of_its_own(served, padded, monkeypatch):
-    """The outputs of the encoder for 25 users, in a table of 8 rows at first."""
-    monkeypatch.setattr(serving_next_item, "FIRST_ROWS", 8 - 64)
-    plain, graphed = (ranker_of(served["hstu"], CACHE, 128, graphs=x) for x in (False, True))
-    assert len(graphed.step.encoded) == 8
-    requests = Requests(plain)
-    for _ in range(15):
-        batch = requests.batch(3)
-        assert_same_scores(graphed.score(batch), plain.score(batch))
-    assert len(graphed.step.encoded) > 16
 
 
 class Outside(TorchDispatchMode):
