@@ -1,6 +1,9 @@
 """The ranker of next-item models (train_hstu.py). Its cache has the encoder's keys and values, and
 the encoder's output for the last event, which gives the query. New events are appended. A history
 that outgrows the model's window is encoded anew, because the positions of all events change.
+
+On a GPU, histories of short windows are encoded anew whenever they get events, as the tables of
+their pages take longer: their cache has the outputs alone.
 """
 
 from collections.abc import Container
@@ -10,10 +13,14 @@ import numpy as np
 import torch
 from sequence_model import SequenceModel
 from serving_histories import NONE
-from serving_rankers import Batch, Ranker, jagged
+from serving_outputs import OutputCache
+from serving_rankers import Batch, CacheKind, Ranker, jagged
 from serving_steps import CachedStep, SequenceStep
 
 import jagged_modules as jm
+
+# events of the longest window that is encoded anew, by device. docs/serving.md has figures
+ENCODED_ANEW = {"cuda": 512}
 
 
 class SequenceRanker(Ranker):
@@ -24,11 +31,20 @@ class SequenceRanker(Ranker):
 
     def __init__(self, model: SequenceModel, dtype: torch.dtype = torch.float32, **options: Any):
         self.step = SequenceStep(model, dtype)
-        super().__init__(model, model.encoder.encoder, dtype=dtype, **options)
         self.width = model.encoder.norm.normalized_shape[0]
+        super().__init__(model, model.encoder.encoder, dtype=dtype, **options)
         self._positions = np.arange(self.max_history)
         # of users whose cached rows are of fewer events than the history and the window have
         self._shorter: dict[int, int] = {}
+
+    def _make_cache(self, kind: CacheKind, graphs: bool) -> jm.PagedHistoryCache | OutputCache:
+        """What is asked for by an option of pages or of appended events has pages."""
+        wanted = kind.page_rows or kind.dtype or kind.slack
+        if wanted or self.max_history > ENCODED_ANEW.get(self.device.type, 0):
+            return super()._make_cache(kind, graphs)
+        cache = OutputCache(kind.max_bytes, self.width * self.dtype.itemsize)
+        self.step.grow(1 + cache.num_slots)
+        return cache
 
     def _cached_layer(self) -> CachedStep:
         return CachedStep(
@@ -42,16 +58,17 @@ class SequenceRanker(Ranker):
         self.stages.end("lookup")
         if self.cache is None:
             return self.run(events=ids, targets=candidates)
-        if ids is not None:
+        if ids is not None and not isinstance(self.cache, OutputCache):
             if self._encodes_and_scores:
                 scores = self._append(encoded, ids, anew, targets=candidates)
                 self.stages.end("cache")
                 return scores
             last = self._append(encoded, ids, anew)
             self.step.keep(self.cache.slots(encoded), last)
+            ids = None
         rows = self._read(self.cache.slots, [*batch.counts])
         self.stages.end("cache")
-        return self.run(targets=candidates, rows=rows)
+        return self.run(events=ids, targets=candidates, rows=rows)
 
     def _make_pages(self, users: list[int]) -> None:
         super()._make_pages(users)
@@ -73,7 +90,7 @@ class SequenceRanker(Ranker):
         lengths: list[int] = []
         anew: list[int] = []
         joint, histories, positions = self._encodes_and_scores, self.histories, self._positions
-        kept = 0
+        kept, appends = 0, not isinstance(self.cache, OutputCache)
         for user in users:
             events, begin = new.get(user, NONE), 0
             if user not in missing:
@@ -84,7 +101,8 @@ class SequenceRanker(Ranker):
                         encoded.append(user)
                         lengths.append(0)
                     continue
-                begin = shorter.get(user) or histories.length(user)
+                if appends:
+                    begin = shorter.get(user) or histories.length(user)
             # when a window is outgrown, all positions change
             if begin and begin + length <= most:
                 items.append(events.item)

@@ -18,6 +18,7 @@ from checkpoints import Weights
 from published_ids import Vocabulary
 from serving_events import EventStore, StoredEvent
 from serving_histories import NONE, Histories, NewEvents, Request
+from serving_outputs import OutputCache
 from serving_steps import GRAPHS, CachedStep, Step
 from torch import nn
 
@@ -118,22 +119,15 @@ class Ranker(ABC):
         self.settings, self.vocabulary, self.dtype = settings, vocabulary, dtype
         dense.to(dtype)
         self.device = next(model.parameters()).device
-        max_bytes, page_rows, cache_dtype, slack = cache
-        if not 0 <= slack < max_history:
+        if not 0 <= cache.slack < max_history:
             raise ValueError(
                 f"--history-slack must be 0 to {max_history - 1}, less than the model's"
-                f" --max-history, got {slack}"
+                f" --max-history, got {cache.slack}"
             )
-        self._slack = slack
-        if page_rows is None:
-            page_rows = PAGE_ROWS.get(self.device.type, 128)
+        self._slack = cache.slack
         self.run: Any = jm.graphed(self.step, **GRAPHS) if graphs else self.step
-        self.cache: jm.PagedHistoryCache | None = None
         self._has_pages = False
-        if max_bytes:
-            layer = self._cached_layer()
-            layer.takes_host_tables = graphs
-            self.cache = jm.PagedHistoryCache(layer, max_bytes, page_rows, cache_dtype)
+        self.cache: Any = self._make_cache(cache, graphs) if cache.max_bytes else None
         # whether one step encodes and scores: rows are read where it writes them
         self._encodes_and_scores = self.cache is None or self.cache.reads_pages
         self.ratings: list[float] = []
@@ -225,6 +219,13 @@ class Ranker(ABC):
     def captures(self) -> int:
         """How many batches waited until graphs of their sizes were captured."""
         return self.run.captures if self.run is not self.step else 0
+
+    def _make_cache(self, kind: CacheKind, graphs: bool) -> jm.PagedHistoryCache | OutputCache:
+        layer, page_rows = self._cached_layer(), kind.page_rows
+        layer.takes_host_tables = graphs
+        if page_rows is None:
+            page_rows = PAGE_ROWS.get(self.device.type, 128)
+        return jm.PagedHistoryCache(layer, kind.max_bytes, page_rows, kind.dtype)
 
     @abstractmethod
     def _cached_layer(self) -> CachedStep:

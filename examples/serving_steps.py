@@ -229,11 +229,13 @@ class SequenceStep(Step):
         """The scores [C] of the targets' items.
 
         Args:
-            events: [N, 2], item and position in the window; without `kept`, no segment is empty.
+            events: [N, 2], item and position in the window; without `kept` and rows, no segment is
+                empty.
             kept: the cached histories that the events follow. The result is then a pair as of a
                 layer's `append`: with targets, which need room for the events and slots in `kept`,
                 the scores and None; else the last outputs, and the events' keys and values.
-            rows: of `encoded`, of the users, without events.
+            rows: of `encoded`, of the users. The last outputs of those with events are written
+                there first, if these are whole histories.
             targets: [C, 1], items.
         """
         encoder, embedded, added = self.model.encoder, {}, None
@@ -245,11 +247,12 @@ class SequenceStep(Step):
                 encoded = last_rows(encoder.encoder(inputs))
             else:
                 outputs, added = encoder.encoder.append(inputs, kept)
-                last = last_rows(outputs)
+                encoded = last_rows(outputs)
                 if targets is None:
-                    return last, added
+                    return encoded, added
                 rows = kept.layers[0].slots
-                self.keep(rows.masked_fill(events.offsets.diff() == 0, 0), last)
+            if rows is not None:
+                self.keep(rows.masked_fill(events.offsets.diff() == 0, 0), encoded)
         if rows is not None:
             encoded = self.encoded.index_select(0, rows)
         embedded["target"] = self._look_up("item", targets.values, targets.offsets)

@@ -68,7 +68,7 @@ def test_bfloat16(served, name, device):
     too."""
     settings = [(CACHE, torch.bfloat16), (0, torch.bfloat16), (0, torch.float32)]
     cached, whole, exact = (
-        ranker_of(served[name], cache, None, torch.device(device), dtype)
+        ranker_of(served[name], cache, 128, torch.device(device), dtype)
         for cache, dtype in settings
     )
     requests, weights = Requests(cached), load_weights(served[name])

@@ -12,6 +12,7 @@ import torch
 # `make test-gpu` also runs without it
 pytest.importorskip("torchrec", reason="the programs need it")
 
+import serving_next_item
 from checkpoints import load_weights
 from data.event_log import Categorical
 from ranking_data import bags, keyed
@@ -111,19 +112,21 @@ class Frozen(Direct):
 
 
 @pytest.mark.parametrize(
-    "name, cache, new, most",
+    "name, cache, pages, new, most",
     [
-        ("hstu", CACHE, 0, 72),
-        ("hstu", CACHE, 1, 139),
-        ("hstu", 0, 1, 108),
-        ("attention", CACHE, 1, 136),
+        ("hstu", CACHE, 128, 0, 72),
+        ("hstu", CACHE, 128, 1, 139),
+        ("hstu", CACHE, None, 1, 77),
+        ("hstu", 0, 128, 1, 108),
+        ("attention", CACHE, 128, 1, 136),
     ],
 )
-def test_calls_of_a_batch(served, monkeypatch, name, cache, new, most):
+def test_calls_of_a_batch(served, monkeypatch, name, cache, pages, new, most):
     """Of Python functions of this project, for 20 users, so many of whom have new events: on a GPU,
     small models wait for them. At most as many as with Python 3.11; lower them with the calls."""
     monkeypatch.setitem(RUNNERS, "cpu", Frozen)
-    ranker = ranker_of(served[name], cache, 128, graphs=True)
+    monkeypatch.setitem(serving_next_item.ENCODED_ANEW, "cpu", 60)
+    ranker = ranker_of(served[name], cache, pages, graphs=True)
     requests, found = Requests(ranker), []
     users = sorted(range(25), key=ranker.histories.length)[:20]
 
