@@ -1,5 +1,6 @@
 """Caches of outputs alone: next-item models of short windows on a GPU."""
 
+import argparse
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ pytest.importorskip("torchrec", reason="the programs need it")
 
 import serving_next_item
 from checkpoints import load_weights
+from serving_models import add_cache_options, add_ranker_options, ranker_from_options
 from serving_outputs import OutputCache
 from serving_warm_up import warm_up
 
@@ -126,6 +128,21 @@ def test_windows_that_are_encoded_anew(served, monkeypatch):
     assert isinstance(ranker_of(served["hstu"]).cache, jm.PagedHistoryCache)
     monkeypatch.setitem(serving_next_item.ENCODED_ANEW, "cpu", 60)
     assert isinstance(ranker_of(served["hstu"]).cache, OutputCache)
+
+
+def test_the_default_budget(served, monkeypatch):
+    """On a CPU, 256 MB; where short windows are encoded anew, none for ranking models."""
+    parser = argparse.ArgumentParser()
+    add_ranker_options(parser)
+    add_cache_options(parser)
+    options = parser.parse_args(["--device", "cpu"])
+    budgets = []
+    for longest in (0, 59, 60):
+        monkeypatch.setitem(serving_next_item.ENCODED_ANEW, "cpu", longest)
+        for name in ("hstu", "attention"):
+            cache = ranker_from_options(load_weights(served[name]), options).cache
+            budgets.append(None if cache is None else cache.max_bytes)
+    assert budgets == [256_000_000] * 5 + [None]
 
 
 def test_the_least_recently_used_rows_are_given_to_others():
