@@ -317,12 +317,12 @@ class PagedHistoryCache:
         wrapped = events if isinstance(events, Jagged) else Jagged.wrap(events, name="events")
         lengths = _lengths(wrapped)
         check_users(users, len(lengths), "events")
-        with self._ordered(copies=False):
-            table, known = self._check_cached(users, anew)
-            self._wait_for_readers()
-            table.reserve(users, known, lengths)
+        known: list[UserPages] = []
         try:
-            with self._lock:
+            with self._ordered(copies=False):
+                table, known = self._check_cached(users, anew)
+                self._wait_for_readers()
+                table.reserve(users, known, lengths)
                 layers = self._rows.with_room(
                     table, known, lengths, wrapped.offsets, others.get("timestamps")
                 )
@@ -330,11 +330,11 @@ class PagedHistoryCache:
             outputs, _ = self.layer.append(events, cached, **others)
             with self._ordered():
                 table.count(known, lengths)
-                if self.layer.max_cached_rows is not None:
-                    self._keep_last(table, users)
+                self._keep_last(table, users)
         except BaseException:
-            with self._ordered():
-                table.trim(users)
+            if known:
+                with self._ordered():
+                    self._table.trim(users)
             raise
         return outputs
 
