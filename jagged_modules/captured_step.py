@@ -271,8 +271,8 @@ _multiply: Callable[[list[Tensor], int], tuple[Tensor, ...]] = torch._foreach_mu
 
 
 def _maker(structure: Any, count: int) -> Callable[[list[Any]], Any]:
-    """What makes a result of this structure of its leaves. Most are one tensor, or a few in a tuple,
-    for which torch's function takes far longer."""
+    """What makes a result of this structure of its leaves. Most are one tensor, or a tuple of some:
+    torch's function takes far longer."""
     if structure.is_leaf():
         return operator.itemgetter(0)
     if structure.type is tuple and structure.num_nodes == 1 + count:

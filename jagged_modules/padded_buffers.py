@@ -60,8 +60,8 @@ class Buffers:
         self._on_device = torch.zeros(end, dtype=torch.uint8, device=device)
         self._on_host = torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
         first = self._on_host.data_ptr()
-        # the places of leaves of integers on the host, with the address, the bytes and the numbers of
-        # their parts of the memory; and others
+        # the places of leaves of integers on the host, with the address, the bytes and the numbers
+        # of their parts of the memory; and others
         self._integers, self._others = list[tuple[int, int, int, memoryview]](), list[int]()
         self._is_on_host = end > 0
         self._copied = torch.cuda.Event() if on_gpu and end else None

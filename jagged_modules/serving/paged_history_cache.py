@@ -472,9 +472,9 @@ class PagedHistoryCache:
             if strangers := set(anew).difference(users):
                 raise ValueError(f"anew must be of the users, got {strangers.pop()!r}")
             table.restart(anew, weights)
-        get, accepted = table.users.get, (weights, ~weights) if anew else (weights,)
-        known = [x for user in users if (x := get(user)) is not None and x.weights in accepted]
-        if len(known) < len(users):
+        get, accepted = table.users.get, {weights, ~weights} if anew else {weights}
+        known = [x for x in map(get, users) if x is not None]
+        if len(known) < len(users) or not {x.weights for x in known} <= accepted:
             held = [(user, get(user)) for user in users]
             user, x = next((u, x) for u, x in held if x is None or x.weights not in accepted)
             is_stale = x is not None and x.weights >= 0
