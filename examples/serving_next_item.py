@@ -33,9 +33,10 @@ class SequenceRanker(Ranker):
         self.step = SequenceStep(model, dtype)
         self.width = model.encoder.norm.normalized_shape[0]
         super().__init__(model, model.encoder.encoder, dtype=dtype, **options)
+        self._appends = isinstance(self.cache, jm.PagedHistoryCache)
         self._positions = np.arange(self.max_history)
-        # of users whose cached rows are of fewer events than the history and the window have
-        self._shorter: dict[int, int] = {}
+        # of cached users, how many events the cached rows are of
+        self._held: dict[int, int] = {}
 
     def _make_cache(self, kind: CacheKind, graphs: bool) -> jm.PagedHistoryCache | OutputCache:
         """What is asked for by an option of pages or of appended events has pages."""
@@ -58,7 +59,9 @@ class SequenceRanker(Ranker):
         self.stages.end("lookup")
         if self.cache is None:
             return self.run(events=ids, targets=candidates)
-        if ids is not None and not isinstance(self.cache, OutputCache):
+        if len(self._held) > 2 * len(self.cache) + 1024:
+            self._held = {user: self._held[user] for user in self.cache.users()}
+        if ids is not None and self._appends:
             if self._encodes_and_scores:
                 scores = self._append(encoded, ids, anew, targets=candidates)
                 self.stages.end("cache")
@@ -79,57 +82,40 @@ class SequenceRanker(Ranker):
         them whose histories begin with these events; and the items of the events and their
         positions, None if there are none."""
         users, new, most = batch.counts, batch.new, self.max_history
+        held = self._held if self._appends else {}
         missing: Container[int] = users if self.cache is None else set(self.cache.missing([*users]))
-        if not (missing or new):
-            self.counts["reused"] += len(users)
+        changed = [user for user in users if user in new or user in missing]
+        self.counts["reused"] += len(users) - len(changed)
+        if not changed:
             return [], [], None
-        shorter = self._shorter
         items: list[np.ndarray] = []
         spans: list[np.ndarray] = []
-        encoded: list[int] = []
-        lengths: list[int] = []
         anew: list[int] = []
-        joint, histories, positions = self._encodes_and_scores, self.histories, self._positions
-        kept, appends = 0, not isinstance(self.cache, OutputCache)
-        for user in users:
-            events, begin = new.get(user, NONE), 0
-            if user not in missing:
-                length = len(events.item)
-                if not length:
-                    kept += 1
-                    if joint:
-                        encoded.append(user)
-                        lengths.append(0)
-                    continue
-                if appends:
-                    begin = shorter.get(user) or histories.length(user)
+        lengths = dict.fromkeys(users if self._encodes_and_scores else changed, 0)
+        collect, positions = self.histories.collect, self._positions
+        for user in changed:
+            events = new.get(user, NONE)
+            begin, length = 0 if user in missing else held.get(user, 0), len(events.item)
             # when a window is outgrown, all positions change
             if begin and begin + length <= most:
                 items.append(events.item)
-                if user in shorter:
-                    shorter[user] = begin + length
             else:
-                count = self._window(user, len(events.item)) if self._slack else most
-                begin, length = 0, histories.collect(user, events, count, items)
+                count = self._window(user, length) if self._slack else most
+                begin, length = 0, collect(user, events, count, items)
                 anew.append(user)
-            encoded.append(user)
-            lengths.append(length)
+            lengths[user], held[user] = length, begin + length
             spans.append(positions[begin : begin + length])
         self.counts["encoded"] += len(anew)
-        self.counts["appended"] += len(spans) - len(anew)
-        self.counts["reused"] += kept
-        values = np.empty((sum(lengths), 2), np.int64)
+        self.counts["appended"] += len(changed) - len(anew)
+        values = np.empty((sum(lengths.values()), 2), np.int64)
         np.concatenate(items, out=values[:, 0])
         np.concatenate(spans, out=values[:, 1])
-        return encoded, anew, jagged(values, lengths)
+        return [*lengths], anew, jagged(values, lengths.values())
 
     def _window(self, user: int, new: int) -> int:
         """How many events of a history are encoded, with so many new ones."""
-        if self.histories.length(user) + new <= self.max_history:
-            self._shorter.pop(user, None)
-            return self.max_history
-        self._shorter[user] = self.max_history - self._slack
-        return self._shorter[user]
+        is_whole = self.histories.length(user) + new <= self.max_history
+        return self.max_history - (0 if is_whole else self._slack)
 
     def attention(self, user: int, candidates: np.ndarray) -> None:
         """None: candidates do not attend to the history."""

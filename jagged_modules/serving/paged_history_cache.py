@@ -317,12 +317,12 @@ class PagedHistoryCache:
         wrapped = events if isinstance(events, Jagged) else Jagged.wrap(events, name="events")
         lengths = _lengths(wrapped)
         check_users(users, len(lengths), "events")
-        with self._ordered(copies=False):
-            table, known = self._check_cached(users, anew)
-            self._wait_for_readers()
-            table.reserve(users, known, lengths)
+        known: list[UserPages] = []
         try:
-            with self._lock:
+            with self._ordered(copies=False):
+                table, known = self._check_cached(users, anew)
+                self._wait_for_readers()
+                table.reserve(users, known, lengths)
                 layers = self._rows.with_room(
                     table, known, lengths, wrapped.offsets, others.get("timestamps")
                 )
@@ -330,11 +330,11 @@ class PagedHistoryCache:
             outputs, _ = self.layer.append(events, cached, **others)
             with self._ordered():
                 table.count(known, lengths)
-                if self.layer.max_cached_rows is not None:
-                    self._keep_last(table, users)
+                self._keep_last(table, users)
         except BaseException:
-            with self._ordered():
-                table.trim(users)
+            if known:
+                with self._ordered():
+                    self._table.trim(users)
             raise
         return outputs
 
@@ -472,9 +472,9 @@ class PagedHistoryCache:
             if strangers := set(anew).difference(users):
                 raise ValueError(f"anew must be of the users, got {strangers.pop()!r}")
             table.restart(anew, weights)
-        get, accepted = table.users.get, (weights, ~weights) if anew else (weights,)
-        known = [x for user in users if (x := get(user)) is not None and x.weights in accepted]
-        if len(known) < len(users):
+        get, accepted = table.users.get, {weights, ~weights} if anew else {weights}
+        known = [x for x in map(get, users) if x is not None]
+        if len(known) < len(users) or not {x.weights for x in known} <= accepted:
             held = [(user, get(user)) for user in users]
             user, x = next((u, x) for u, x in held if x is None or x.weights not in accepted)
             is_stale = x is not None and x.weights >= 0

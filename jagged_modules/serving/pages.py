@@ -184,7 +184,8 @@ class PageTable:
         """Users with these pages have so many more rows, for which they have pages."""
         for x, length in zip(known, lengths):
             x.length += length
-            x.weights = max(x.weights, ~x.weights)
+            if x.weights < 0:
+                x.weights = ~x.weights
         self.num_rows += sum(lengths)
 
     def trim(self, users: Iterable[Hashable]) -> None:

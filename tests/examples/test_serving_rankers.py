@@ -255,6 +255,18 @@ def test_a_ranker_that_forgets(served, name):
     assert ranker.counts["encoded"] == 4 and not ranker.counts["reused"]
 
 
+def test_numbers_of_events_of_evicted_users_are_dropped(served):
+    """Of next-item models, when there are many others. Without a cache there are none."""
+    ranker, whole = ranker_of(served["hstu"], 200_000), ranker_of(served["hstu"], 0)
+    requests = Requests(ranker)
+    ranker._held = dict.fromkeys(range(100, 2500), 1)
+    for user in range(12):
+        batch = [requests.of(user)]
+        assert_same_scores(ranker.score(batch), whole.score(batch))
+    assert ranker._held.keys() - set(range(12)) == set() < ranker._held.keys()
+    assert not whole._held
+
+
 @every_model
 def test_a_failure_changes_nothing(served, name, monkeypatch):
     """An error after the cache was written: the events are not stored, and the next scores are
