@@ -96,7 +96,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         if not 0 <= port < 2**16:
             option = f"--{name.replace('_', '-')}"
             parser.error(f"{option} must be at least 0 and below 65536, not {port}")
-    if not 0 <= options.cache_mb < math.inf:
+    if options.cache_mb is not None and not 0 <= options.cache_mb < math.inf:
         parser.error(f"--cache-mb must be finite and at least 0, not {options.cache_mb}")
     if not re.fullmatch(r"[\w.-]+", options.name, re.ASCII):
         parser.error(f"--name must be letters, digits, '_', '.' or '-', not {options.name!r}")

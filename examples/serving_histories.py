@@ -122,7 +122,8 @@ class Histories:
     ) -> int:
         """`window`, in parts behind those of other users: a batch joins them at once. Returns its
         length."""
-        first, last = self._rows(user)
+        row, offset = min(user, self.num_users), self._offsets.item
+        first, last = offset(row), offset(row + 1)
         room, begin, end = self._added.get(user, _NOTHING)
         length = last - first + end - begin + len(events.item)
         if length > count:  # the oldest are left out, of the log's first
@@ -136,8 +137,3 @@ class Histories:
             ratings.append(self._rating[first:last])
             ratings += [room[1, begin:end], events.rating] if end > begin else [events.rating]
         return length
-
-    def _rows(self, user: int) -> tuple[int, int]:
-        """The first row of the user's events of the log, and the one behind the last."""
-        user = user if user < self.num_users else self.num_users
-        return self._offsets.item(user), self._offsets.item(user + 1)

@@ -17,7 +17,7 @@ from ranking_model import INTERACTIONS, PaddedTargetAttention
 from sequence_data import SequenceDataset, Windows
 from sequence_model import ENCODERS
 from serving_histories import Histories
-from serving_next_item import SequenceRanker
+from serving_next_item import ENCODED_ANEW, SequenceRanker
 from serving_rankers import CacheKind, Ranker
 from serving_ranking import RankingRanker
 from training import pick_device
@@ -63,7 +63,10 @@ def uses_graphs(options: argparse.Namespace, device: torch.device) -> bool:
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
     """The options of one cache, of `ranker_from_options`."""
     parser.add_argument(
-        "--cache-mb", type=float, default=256, help="budget of the history cache; 0: no cache"
+        "--cache-mb",
+        type=float,
+        help="budget of the history cache; 0: no cache, as on a GPU for ranking models of short"
+        " windows if not given; else 256",
     )
     parser.add_argument(
         "--page-rows",
@@ -84,7 +87,9 @@ def ranker_from_options(
 ) -> Ranker:
     """The ranker of a file of weights and the options of `add_ranker_options` and
     `add_cache_options`."""
-    device, cache_bytes = pick_device(options.device), int(options.cache_mb * 1e6)
+    device, megabytes = pick_device(options.device), options.cache_mb
+    if megabytes is None:
+        megabytes = 256 if options.cache_dtype or cache_saves_time(weights, device) else 0
     kinds = dict(
         dtype=DTYPES[options.dtype],
         graphs=uses_graphs(options, device),
@@ -92,7 +97,17 @@ def ranker_from_options(
         without_log=without_log,
         slack=options.history_slack,
     )
-    return make_ranker(weights, device, cache_bytes, options.data, options.page_rows, **kinds)
+    budget = int(megabytes * 1e6)
+    return make_ranker(weights, device, budget, options.data, options.page_rows, **kinds)
+
+
+def cache_saves_time(weights: Weights, device: torch.device) -> bool:
+    """Whether a cache saves time: not on a GPU with a ranking model, whose keys and values of few
+    events take less time than their pages."""
+    settings = weights.settings
+    if settings["model"] in ENCODERS:
+        return True
+    return settings["max_history"] > ENCODED_ANEW.get(device.type, 0)
 
 
 def options_of(program: Any, settings: dict[str, Any], data: str | None) -> argparse.Namespace:

@@ -1,60 +1,26 @@
 """The ranker of next-item models (train_hstu.py). Its cache has the encoder's keys and values, and
 the encoder's output for the last event, which gives the query. New events are appended. A history
 that outgrows the model's window is encoded anew, because the positions of all events change.
+
+On a GPU, histories of short windows are encoded anew whenever they get events, as the tables of
+their pages take longer: their cache has the outputs alone.
 """
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
 import torch
 from sequence_model import SequenceModel
 from serving_histories import NONE
-from serving_rankers import Batch, Ranker, integers, jagged
+from serving_outputs import OutputCache
+from serving_rankers import Batch, CacheKind, Ranker, jagged
 from serving_steps import CachedStep, SequenceStep
 
 import jagged_modules as jm
 
-# of the table of the encoder's outputs, if there are as many users: each growth makes new graphs
-FIRST_ROWS = 2**16
-
-
-class UserRows:
-    """Which row of a tensor each user has. No user has row 0, to which padding is written.
-
-    grow: gives the tensor so many rows.
-    """
-
-    def __init__(self, grow: Callable[[int], None], rows: int) -> None:
-        self._row: dict[int, int] = {}  # of the user
-        self._free, self._grow = list(range(1, rows)), grow
-        self._count = rows
-        grow(rows)
-
-    def __len__(self) -> int:
-        return len(self._row)
-
-    def __contains__(self, user: int) -> bool:
-        return user in self._row
-
-    def assign(self, users: Iterable[int]) -> None:
-        """Give free rows to those of the users who have none."""
-        new = [user for user in users if user not in self._row]
-        if len(new) > len(self._free):
-            known, self._count = self._count, 2 * self._count + len(new)
-            self._free += range(known, self._count)
-            self._grow(self._count)
-        for user in new:
-            self._row[user] = self._free.pop()
-
-    def of(self, users: Iterable[int]) -> torch.Tensor:
-        """int64 [users] on the host, the users' rows."""
-        return integers([self._row[user] for user in users])
-
-    def keep(self, users: Container[int]) -> None:
-        """Drop the rows of all other users."""
-        for user in [user for user in self._row if user not in users]:
-            self._free.append(self._row.pop(user))
+# events of the longest window that is encoded anew, by device. docs/serving.md has figures
+ENCODED_ANEW = {"cuda": 512}
 
 
 class SequenceRanker(Ranker):
@@ -65,14 +31,21 @@ class SequenceRanker(Ranker):
 
     def __init__(self, model: SequenceModel, dtype: torch.dtype = torch.float32, **options: Any):
         self.step = SequenceStep(model, dtype)
-        super().__init__(model, model.encoder.encoder, dtype=dtype, **options)
         self.width = model.encoder.norm.normalized_shape[0]
+        super().__init__(model, model.encoder.encoder, dtype=dtype, **options)
+        self._appends = isinstance(self.cache, jm.PagedHistoryCache)
         self._positions = np.arange(self.max_history)
-        # of `step.encoded`, for cached users
-        rows = 1 if self.cache is None else min(self.histories.num_users, FIRST_ROWS) + 64
-        self._encoded = UserRows(self.step.grow, rows)
-        # of users whose cached rows are of fewer events than the history and the window have
-        self._shorter: dict[int, int] = {}
+        # of cached users, how many events the cached rows are of
+        self._held: dict[int, int] = {}
+
+    def _make_cache(self, kind: CacheKind, graphs: bool) -> jm.PagedHistoryCache | OutputCache:
+        """What is asked for by an option of pages or of appended events has pages."""
+        wanted = kind.page_rows or kind.dtype or kind.slack
+        if wanted or self.max_history > ENCODED_ANEW.get(self.device.type, 0):
+            return super()._make_cache(kind, graphs)
+        cache = OutputCache(kind.max_bytes, self.width * self.dtype.itemsize)
+        self.step.grow(1 + cache.num_slots)
+        return cache
 
     def _cached_layer(self) -> CachedStep:
         return CachedStep(
@@ -86,74 +59,73 @@ class SequenceRanker(Ranker):
         self.stages.end("lookup")
         if self.cache is None:
             return self.run(events=ids, targets=candidates)
-        if len(self._encoded) > 2 * len(self.cache) + 1024:
-            self._encoded.keep(set(self.cache.users()))
-        scores = None
-        if ids is not None:
-            self._encoded.assign(encoded)
-            others: dict[str, Any] = dict(targets=candidates) if self._encodes_and_scores else {}
-            rows = self._encoded.of(encoded)
-            scores = self._append(encoded, ids, anew, rows=rows, **others)
+        if len(self._held) > 2 * len(self.cache) + 1024:
+            self._held = {user: self._held[user] for user in self.cache.users()}
+        if ids is not None and self._appends:
+            if self._encodes_and_scores:
+                scores = self._append(encoded, ids, anew, targets=candidates)
+                self.stages.end("cache")
+                return scores
+            last = self._append(encoded, ids, anew)
+            self.step.keep(self.cache.slots(encoded), last)
+            ids = None
+        rows = self._read(self.cache.slots, [*batch.counts])
         self.stages.end("cache")
-        if scores is not None:
-            return scores
-        return self.run(targets=candidates, rows=self._encoded.of(batch.counts))
+        return self.run(events=ids, targets=candidates, rows=rows)
+
+    def _append(self, users: list[int], events: jm.Jagged, anew: list[int], **others: Any) -> Any:
+        try:
+            return super()._append(users, events, anew, **others)
+        except jm.CacheFull:  # nothing has changed
+            raise
+        except BaseException:
+            # users whose pages were taken for these are back, but not the outputs of their slots
+            self.cache.clear()
+            raise
+
+    def _make_pages(self, users: list[int]) -> None:
+        super()._make_pages(users)
+        self.step.grow(1 + self.cache.num_slots)
 
     def _to_encode(self, batch: Batch) -> tuple[list[int], list[int], jm.Jagged | None]:
         """The users with events to encode, and all others if one step encodes and scores; those of
         them whose histories begin with these events; and the items of the events and their
         positions, None if there are none."""
         users, new, most = batch.counts, batch.new, self.max_history
+        held = self._held if self._appends else {}
         missing: Container[int] = users if self.cache is None else set(self.cache.missing([*users]))
-        if not (missing or new):
-            self.counts["reused"] += len(users)
+        changed = [user for user in users if user in new or user in missing]
+        self.counts["reused"] += len(users) - len(changed)
+        if not changed:
             return [], [], None
-        shorter = self._shorter
         items: list[np.ndarray] = []
         spans: list[np.ndarray] = []
-        encoded: list[int] = []
-        lengths: list[int] = []
         anew: list[int] = []
-        joint, histories, positions = self._encodes_and_scores, self.histories, self._positions
-        kept = 0
-        for user in users:
-            events, begin = new.get(user, NONE), 0
-            if user not in missing:
-                length = len(events.item)
-                if not length:
-                    kept += 1
-                    if joint:
-                        encoded.append(user)
-                        lengths.append(0)
-                    continue
-                begin = shorter.get(user) or histories.length(user)
+        lengths = dict.fromkeys(users if self._encodes_and_scores else changed, 0)
+        collect, positions = self.histories.collect, self._positions
+        for user in changed:
+            events = new.get(user, NONE)
+            begin, length = 0 if user in missing else held.get(user, 0), len(events.item)
             # when a window is outgrown, all positions change
             if begin and begin + length <= most:
                 items.append(events.item)
-                if user in shorter:
-                    shorter[user] = begin + length
             else:
-                count = self._window(user, len(events.item)) if self._slack else most
-                begin, length = 0, histories.collect(user, events, count, items)
+                count = self._window(user, length) if self._slack else most
+                begin, length = 0, collect(user, events, count, items)
                 anew.append(user)
-            encoded.append(user)
-            lengths.append(length)
+            lengths[user], held[user] = length, begin + length
             spans.append(positions[begin : begin + length])
         self.counts["encoded"] += len(anew)
-        self.counts["appended"] += len(spans) - len(anew)
-        self.counts["reused"] += kept
-        values = np.empty((sum(lengths), 2), np.int64)
+        self.counts["appended"] += len(changed) - len(anew)
+        values = np.empty((sum(lengths.values()), 2), np.int64)
         np.concatenate(items, out=values[:, 0])
         np.concatenate(spans, out=values[:, 1])
-        return encoded, anew, jagged(values, lengths)
+        return [*lengths], anew, jagged(values, lengths.values())
 
     def _window(self, user: int, new: int) -> int:
         """How many events of a history are encoded, with so many new ones."""
-        if self.histories.length(user) + new <= self.max_history:
-            self._shorter.pop(user, None)
-            return self.max_history
-        self._shorter[user] = self.max_history - self._slack
-        return self._shorter[user]
+        is_whole = self.histories.length(user) + new <= self.max_history
+        return self.max_history - (0 if is_whole else self._slack)
 
     def attention(self, user: int, candidates: np.ndarray) -> None:
         """None: candidates do not attend to the history."""

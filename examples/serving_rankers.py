@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from checkpoints import Weights
 from published_ids import Vocabulary
 from serving_events import EventStore, StoredEvent
 from serving_histories import NONE, Histories, NewEvents, Request
+from serving_outputs import OutputCache
 from serving_steps import GRAPHS, CachedStep, Step
 from torch import nn
 
@@ -118,22 +119,15 @@ class Ranker(ABC):
         self.settings, self.vocabulary, self.dtype = settings, vocabulary, dtype
         dense.to(dtype)
         self.device = next(model.parameters()).device
-        max_bytes, page_rows, cache_dtype, slack = cache
-        if not 0 <= slack < max_history:
+        if not 0 <= cache.slack < max_history:
             raise ValueError(
                 f"--history-slack must be 0 to {max_history - 1}, less than the model's"
-                f" --max-history, got {slack}"
+                f" --max-history, got {cache.slack}"
             )
-        self._slack = slack
-        if page_rows is None:
-            page_rows = PAGE_ROWS.get(self.device.type, 128)
+        self._slack = cache.slack
         self.run: Any = jm.graphed(self.step, **GRAPHS) if graphs else self.step
-        self.cache: jm.PagedHistoryCache | None = None
         self._has_pages = False
-        if max_bytes:
-            layer = self._cached_layer()
-            layer.takes_host_tables = graphs
-            self.cache = jm.PagedHistoryCache(layer, max_bytes, page_rows, cache_dtype)
+        self.cache: Any = self._make_cache(cache, graphs) if cache.max_bytes else None
         # whether one step encodes and scores: rows are read where it writes them
         self._encodes_and_scores = self.cache is None or self.cache.reads_pages
         self.ratings: list[float] = []
@@ -226,6 +220,13 @@ class Ranker(ABC):
         """How many batches waited until graphs of their sizes were captured."""
         return self.run.captures if self.run is not self.step else 0
 
+    def _make_cache(self, kind: CacheKind, graphs: bool) -> jm.PagedHistoryCache | OutputCache:
+        layer, page_rows = self._cached_layer(), kind.page_rows
+        layer.takes_host_tables = graphs
+        if page_rows is None:
+            page_rows = PAGE_ROWS.get(self.device.type, 128)
+        return jm.PagedHistoryCache(layer, kind.max_bytes, page_rows, kind.dtype)
+
     @abstractmethod
     def _cached_layer(self) -> CachedStep:
         """The layer whose keys and values are cached."""
@@ -316,18 +317,22 @@ class Ranker(ABC):
     def _append(self, users: list[int], events: jm.Jagged, anew: list[int], **others: Any) -> Any:
         """`append` of the cache. A history that is encoded anew is appended to an empty one: `put`
         returns no output, and its rows are not written by the pass of the model that makes them."""
-        if not self._has_pages:  # no history is cached yet
-            nothing = torch.empty(0, self.width, dtype=self.dtype, device=self.device)
-            offsets = torch.zeros(len(anew) + 1, dtype=torch.int64)
-            self.cache.put(anew, jm.Jagged.unchecked(nothing, offsets, None))
+        if not self._has_pages:
+            self._make_pages(anew)
             self._has_pages = True
         return self.cache.append(users, events, anew=anew, **others)
 
-    def _select(self, users: list[int]) -> jm.HistoryCache:
-        """The cached rows. CacheFull if writes for some users of this batch evicted others of
-        it."""
+    def _make_pages(self, users: list[int]) -> None:
+        """Give the users empty histories, the first ones that are cached."""
+        nothing = torch.empty(0, self.width, dtype=self.dtype, device=self.device)
+        offsets = torch.zeros(len(users) + 1, dtype=torch.int64)
+        self.cache.put(users, jm.Jagged.unchecked(nothing, offsets, None))
+
+    def _read(self, read: Callable[[list[int]], Any], users: list[int]) -> Any:
+        """What a method of the cache has of all users. CacheFull if writes for some users of this
+        batch evicted others of it."""
         try:
-            return self.cache.select(users)
+            return read(users)
         except KeyError as error:
             raise jm.CacheFull(
                 f"the cache has no room for the histories of {len(users)} users at once"

@@ -77,7 +77,7 @@ class RankingRanker(Ranker):
             return logits
         if fresh:
             self.cache.put(list(fresh), events)
-        kept = self._select(users)
+        kept = self._read(self.cache.select, users)
         self.stages.end("cache")
         return self.run(**ids, kept=kept)
 

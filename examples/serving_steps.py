@@ -198,8 +198,8 @@ def sums_of_bags(
 class SequenceStep(Step):
     """A SequenceModel's lookups, encoder and scores.
 
-    encoded: [rows, E], what the encoder returned for the last event of cached users. The first row
-        is no user's: padding is written to it.
+    encoded: [1 + slots, E], what the encoder returned for the last event of the user who has a slot
+        of the cache. The first row is no user's: padding is written to it.
     """
 
     model: SequenceModel
@@ -211,11 +211,13 @@ class SequenceStep(Step):
         self.grow(1)
 
     def grow(self, rows: int) -> None:
-        """Give `encoded` so many rows. Graphs of fewer rows are not used any more."""
-        known, width = self.encoded, self.model.encoder.norm.normalized_shape[0]
+        """Give `encoded` so many rows of zeros."""
+        width = self.model.encoder.norm.normalized_shape[0]
         self.encoded = torch.zeros(rows, width, dtype=self.dtype, device=self.device)
-        if known is not None:
-            self.encoded[: len(known)] = known
+
+    def keep(self, slots: torch.Tensor, encoded: torch.Tensor) -> None:
+        """Keep what the encoder returned for the users of these slots."""
+        self.encoded.index_copy_(0, slots.to(self.device), encoded)
 
     def compute(
         self,
@@ -227,12 +229,13 @@ class SequenceStep(Step):
         """The scores [C] of the targets' items.
 
         Args:
-            events: [N, 2], item and position in the window; without `kept`, no segment is empty.
+            events: [N, 2], item and position in the window; without `kept` and rows, no segment is
+                empty.
             kept: the cached histories that the events follow. The result is then a pair as of a
-                layer's `append`: the scores, if there are targets, and the events' keys and values,
-                None if they are written into the room of `kept`.
-            rows: of `encoded`, of the users. With `kept`, the last output of those with events is
-                written there.
+                layer's `append`: with targets, which need room for the events and slots in `kept`,
+                the scores and None; else the last outputs, and the events' keys and values.
+            rows: of `encoded`, of the users. The last outputs of those with events are written
+                there first, if these are whole histories.
             targets: [C, 1], items.
         """
         encoder, embedded, added = self.model.encoder, {}, None
@@ -244,12 +247,12 @@ class SequenceStep(Step):
                 encoded = last_rows(encoder.encoder(inputs))
             else:
                 outputs, added = encoder.encoder.append(inputs, kept)
-                written = rows.masked_fill(events.offsets.diff() == 0, 0)
-                self.encoded.index_copy_(0, written, last_rows(outputs))
-                if getattr(kept.layers[0], "room", None) is not None:
-                    added = None
+                encoded = last_rows(outputs)
                 if targets is None:
-                    return None, added
+                    return encoded, added
+                rows = kept.layers[0].slots
+            if rows is not None:
+                self.keep(rows.masked_fill(events.offsets.diff() == 0, 0), encoded)
         if rows is not None:
             encoded = self.encoded.index_select(0, rows)
         embedded["target"] = self._look_up("item", targets.values, targets.offsets)
@@ -257,7 +260,7 @@ class SequenceStep(Step):
         vectors, counts = encoder.vectors(encoded.float(), embedded), targets.offsets.diff()
         queries = vectors.queries.repeat_interleave(counts, dim=0, output_size=len(vectors.targets))
         scores = (queries * vectors.targets).sum(dim=1)
-        return scores if kept is None else (scores, added)
+        return scores if kept is None else (scores, None)
 
     def _look_up(self, table: str, ids: torch.Tensor, offsets: torch.Tensor) -> JaggedTensor:
         weight = self.model.embeddings.embeddings[table].weight

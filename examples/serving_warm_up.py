@@ -57,7 +57,8 @@ def _capture_graphs(ranker: Ranker, max_users: int, max_candidates: int) -> None
     if ranker.cache is not None:  # graphs of fewer pages per user are not used behind it
         with suppress(jm.CacheFull):
             ranker.score(_new_users(ranker, 0, ranker.max_history))
-    kept = [0] if ranker.cache is None else _smallest("kept", max_users * ranker.max_history)
+    has_pages = isinstance(ranker.cache, jm.PagedHistoryCache)
+    kept = _smallest("kept", max_users * ranker.max_history) if has_pages else [0]
     for cached in kept:
         ranker.forget()
         for new in rows if ranker.cache is None else [0, *rows]:

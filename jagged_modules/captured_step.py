@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -150,12 +151,16 @@ class Step:
             self._inputs = [*(x for x in leaves if x.requires_grad), *aliases.values()]
             args, kwargs = build(self._spec, self._storages, leaves, self._rows)
             result = torch.func.functional_call(self._module, aliases, args, kwargs)
-            flat, self._structure = tree_flatten(result)
+            flat, structure = tree_flatten(result)
             is_first = self._results is None
             if self._results is None:
                 self._results = [self._describe(x) for x in flat]
+                self._make = _maker(structure, len(flat))
             outputs = [x for x, result in zip(flat, self._results) if result is _SLICED]
             if is_first:
+                if not self._trained:  # a backward looks up those of the leaves too
+                    used = {x.shape[0] for x in outputs}
+                    self._places = {size: x for size, x in self._places.items() if size in used}
                 self.gradients = [torch.zeros_like(x) if x.requires_grad else None for x in outputs]
                 self._readers = _readers(outputs, self._inputs)
             return outputs
@@ -226,10 +231,7 @@ class Step:
                 flat.append(next(outputs))
             else:
                 flat.append(x.value if isinstance(x, _Constant) else leaves[int(x)].tensor)
-        if self._structure.is_leaf():
-            return flat[0]
-        is_flat = self._structure.type is tuple and self._structure.num_nodes == 1 + len(flat)
-        return tuple(flat) if is_flat else tree_unflatten(flat, self._structure)
+        return self._make(flat)
 
     def forward(self, sizes: Mapping[int, int]) -> list[Tensor]:
         outputs = self._runner.forward()
@@ -266,6 +268,16 @@ class Step:
 
 
 _multiply: Callable[[list[Tensor], int], tuple[Tensor, ...]] = torch._foreach_mul  # pyright: ignore - documented under this name
+
+
+def _maker(structure: Any, count: int) -> Callable[[list[Any]], Any]:
+    """What makes a result of this structure of its leaves. Most are one tensor, or a tuple of some:
+    torch's function takes far longer."""
+    if structure.is_leaf():
+        return operator.itemgetter(0)
+    if structure.type is tuple and structure.num_nodes == 1 + count:
+        return tuple
+    return functools.partial(tree_unflatten, treespec=structure)
 
 
 def _readers(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[set[int]]:

@@ -100,7 +100,7 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] 
         if size > numbers.get(size_key, -1):
             numbers[size_key] = size
     found: dict[int | str, int] = {}
-    fewest: dict[int | str, int] = {}
+    smallest: dict[int | str, int] = {}  # of the bucket
 
     def add(key: int | str, spare: int = 0) -> bool:
         size = numbers[key]
@@ -110,19 +110,19 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> list[Capacities] 
         capacity = bucket[1]
         while capacity in found.values():
             capacity += UNIT
-        found[key], fewest[key] = capacity, max(bucket[0], min(size, capacity // 2))
+        found[key], smallest[key] = capacity, bucket[0]
         return True
+
+    def need(key: int | str, of: int | str) -> int:
+        fewest = max(smallest[of], min(numbers[of], found[of] // 2))
+        return cdiv(found[of] - fewest, cdiv(fewest, numbers[key]))
 
     for key in numbers:
         if key not in segments and not add(key):
             return None
     for key in sorted(segments, key=numbers.__getitem__, reverse=True):
-        needs = [
-            cdiv(found[rows] - fewest[rows], cdiv(fewest[rows], numbers[key]))
-            for rows in segments[key]
-            if rows in found
-        ]
-        if not add(key, max(1, *needs) if needs else 1):
+        needs = [need(key, rows) for rows in segments[key] if rows in found]
+        if not add(key, max(needs, default=1)):
             return None
     of = found.get
     capacities = [Capacities(of(leaf.keys[0], -1), of(leaf.keys[1], -1)) for leaf in leaves]
@@ -405,7 +405,7 @@ class _Build:
             storage, scales = storage[:-1], None if scales is None else scales[:-1]
         pages = Pages(table, page_rows, num_rows, scales)
         x = PagedRows(storage, offsets, pages, segmentation_of(offsets), dtype)
-        x.room = room
+        x.room, x.slots = room, users[:, 1].long()
         return x
 
 

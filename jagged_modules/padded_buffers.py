@@ -34,6 +34,7 @@ def _held(function: Any, kind: Any) -> Any:
 
 
 _move, _fill = _held(ctypes.memmove, ctypes.c_void_p), _held(ctypes.memset, ctypes.c_int)
+_ZEROS = ROWS, USERS  # the padding of these kinds
 _ALIGNMENT = 128  # of the parts of a packed buffer, in bytes: more than any kernel asks for
 
 
@@ -59,8 +60,10 @@ class Buffers:
         self._on_device = torch.zeros(end, dtype=torch.uint8, device=device)
         self._on_host = torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
         first = self._on_host.data_ptr()
-        # the places of leaves of integers on the host, with their parts of the memory; and others
-        self._integers, self._others = list[tuple[int, int, memoryview]](), list[int]()
+        # the places of leaves of integers on the host, with the address, the bytes and the numbers
+        # of their parts of the memory; and others
+        self._integers, self._others = list[tuple[int, int, int, memoryview]](), list[int]()
+        self._is_on_host = end > 0
         self._copied = torch.cuda.Event() if on_gpu and end else None
         for place, (leaf, part, both) in enumerate(zip(leaves, parts, capacities)):
             x, shape = leaf.tensor, leaf.shape(both)
@@ -68,7 +71,7 @@ class Buffers:
                 address = first + part[0]
                 memory = (ctypes.c_ubyte * (part[1] - part[0])).from_address(address)
                 numbers = memoryview(memory).cast("B").cast(_TYPECODES[x.dtype])
-                self._integers.append((place, address, numbers))
+                self._integers.append((place, address, numbers.nbytes, numbers))
             else:
                 self._others.append(place)
             if part is not None:
@@ -87,20 +90,22 @@ class Buffers:
             self._copied.synchronize()  # the copy of the call before
         # Each operator of torch would take longer than all of it, and let another thread of Python
         # go first.
-        for place, address, memory in self._integers:
+        for place, address, whole, memory in self._integers:
             leaf = leaves[place]
             x = leaf.tensor.contiguous()
             size = x.nbytes
             _move(address, x.data_ptr(), size)
-            rest = memory.nbytes - size
-            if rest and leaf.kind in (ROWS, USERS):
+            rest = whole - size
+            if not rest:
+                continue
+            if leaf.kind in _ZEROS:
                 _fill(address + size, 0, rest)
-            elif rest:
+            else:
                 rest //= memory.itemsize
-                memory[-rest:] = _padding(leaf, capacities[place], memory.format, rest)
+                memory[-rest:] = _padding(leaf, capacities[place].rows, memory.format, rest)
         for place in self._others:
             pad(self._written[place], leaves[place], capacities[place])
-        if len(self._on_host):
+        if self._is_on_host:
             self._on_device.copy_(self._on_host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -127,11 +132,11 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Capacities) -> None:
             buffer[size:].zero_()
 
 
-def _padding(leaf: Leaf, capacities: Capacities, typecode: str, count: int) -> array[int]:
-    """So many numbers behind a leaf's own, as `pad` writes them."""
+def _padding(leaf: Leaf, last: int, typecode: str, count: int) -> array[int]:
+    """So many numbers behind a leaf's own, as `pad` writes them. last: the capacity of rows."""
     if leaf.kind == ORDER:
         return array(typecode, range(leaf.size, leaf.size + count))
-    last = capacities.rows
     step = cdiv(last - leaf.rows, count)  # that of `padding_step`, without its call
     numbers = range(leaf.rows + step, min(leaf.rows + step * count, last) + 1, step)
-    return array(typecode, numbers) + array(typecode, [last]) * (count - len(numbers))
+    # a list of them takes less time than the range
+    return array(typecode, [*numbers]) + array(typecode, [last]) * (count - len(numbers))

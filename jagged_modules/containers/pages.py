@@ -25,7 +25,8 @@ class UserTable:
     """Which pages have the rows of which user, on the host, where `jm.graphed` takes it from. All
     layers share it, and what follows from it on the rows' device, which the first use makes.
 
-    users: int32 `[B, 1 + P]`, of each user the number of rows, the pages, and zeros behind them.
+    users: int32 `[B, 2 + P]`, of each user the number of rows, `PagedHistoryCache.slots`, the
+        pages, and zeros behind them.
     num_rows: of all users. device: of the rows.
     events: offsets `[B + 1]` and number of the new events, which are the last rows of the users.
     tables: offsets and table of `Pages` on the host, if they are made there.
@@ -68,14 +69,14 @@ def _forget(table: Tensor) -> None:
 
 def tables_of(users: Tensor, page_rows: int, num_rows: int) -> tuple[Tensor, Tensor]:
     """Offsets `[B + 1]` and table of `Pages` of the users, for graphs by few operators."""
-    size, width = users.shape[0], users.shape[1] - 1
+    size, width = users.shape[0], users.shape[1] - 2
     offsets = pad(users[:, 0].cumsum(0), (1, 0))
     segments = torch.arange(size, device=users.device)
     first = offsets[:-1].div(page_rows, rounding_mode="trunc") + segments
     entries = torch.arange(num_rows // page_rows + size, device=users.device)
     segments = torch.searchsorted(first[1:], entries, right=True)
     within = (entries - first[segments]).clamp(max=width - 1)  # spare entries: any page
-    return offsets, users[:, 1:][segments, within]
+    return offsets, users[:, 2:][segments, within]
 
 
 def rows_of_events(
@@ -88,7 +89,7 @@ def rows_of_events(
     segments = torch.searchsorted(ends, events, right=True)
     rows = events + (users[:, 0] - ends)[segments]
     known = rows.clamp(min=0)
-    pages = users[:, 1:][segments, known.div(page_rows, rounding_mode="trunc")]
+    pages = users[:, 2:][segments, known.div(page_rows, rounding_mode="trunc")]
     return torch.where(rows < 0, spare, (known % page_rows).add(pages, alpha=page_rows))
 
 
@@ -102,6 +103,7 @@ class PagedRows(Jagged):
     dtype: of `values`; another one than that of the storage if the pages have scales.
     room: for a layer's `append`, where it writes the keys and values of the new events. The
     offsets and the pages are those of all rows, with the events.
+    slots: of a cache, int64 `[B]` on the device: see `PagedHistoryCache.slots`. 0 of padding.
     """
 
     room: Room | None = None
@@ -137,10 +139,13 @@ class PagedRows(Jagged):
         self.pages = dataclasses.replace(pages, scales=self.scales)
 
     def __getattr__(self, name: str) -> Any:
-        """`values`, and tables on the device, until the first use stores them."""
+        """`values`, and what is made of `host`, until the first use stores them."""
         if name in ("offsets", "pages", "_known") and self.host is not None:
             self.move()
             return vars(self)[name]
+        if name == "slots" and self.host is not None:
+            self.slots = self.host.users[:, 1].to(self.device, torch.int64, non_blocking=True)
+            return self.slots
         if name != "values":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self.values = gather_keys(self.pages, self.offsets, self.dtype, self.storage)[0]
@@ -148,7 +153,9 @@ class PagedRows(Jagged):
 
     @property
     def num_segments(self) -> int:
-        return self.offsets.shape[0] - 1 if self.host is None else self.host.users.shape[0]
+        if self.host is None or self.host.tables is not None:  # which torch.compile reads
+            return self.offsets.shape[0] - 1
+        return self.host.users.shape[0]
 
     @property
     def num_rows(self) -> int:

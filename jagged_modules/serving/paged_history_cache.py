@@ -32,6 +32,7 @@ from .pages import (
     check_users,
     listed_users,
     ranges_of,
+    slots_of,
 )
 from .storage import RowStorage
 
@@ -354,6 +355,28 @@ class PagedHistoryCache:
         check_sequence(users)
         return self._select(users, self.reads_pages)
 
+    def slots(self, users: Sequence[Hashable]) -> Tensor:
+        """A number of each cached user, for what a caller keeps beside the rows in a tensor of
+        1 + `num_slots` rows: 1 to `num_slots`, and of no other user. It stays until an `append`, a
+        `put` or an eviction of this user. 0: the user has no rows.
+
+        Returns:
+            int64 `[users]` on the host.
+
+        Raises:
+            KeyError: a user is not cached.
+        """
+        with self._lock:
+            slots = array("q", slots_of(map(self._table.users.__getitem__, users)))
+        if not slots:  # an empty buffer is an error
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        return torch.frombuffer(slots, dtype=torch.int64)
+
+    @property
+    def num_slots(self) -> int:
+        """The largest number of `slots`. 0 before the first put."""
+        return self._table.num_pages
+
     def evict(self, users: Iterable[Hashable]) -> None:
         """Forget users. Those that are not cached are ignored.
 
@@ -444,9 +467,9 @@ class PagedHistoryCache:
             if strangers := set(anew).difference(users):
                 raise ValueError(f"anew must be of the users, got {strangers.pop()!r}")
             table.restart(anew, weights)
-        get, accepted = table.users.get, (weights, ~weights) if anew else (weights,)
-        known = [x for user in users if (x := get(user)) is not None and x.weights in accepted]
-        if len(known) < len(users):
+        get, accepted = table.users.get, {weights, ~weights} if anew else {weights}
+        known = [x for x in map(get, users) if x is not None]
+        if len(known) < len(users) or not {x.weights for x in known} <= accepted:
             held = [(user, get(user)) for user in users]
             user, x = next((u, x) for u, x in held if x is None or x.weights not in accepted)
             is_stale = x is not None and x.weights >= 0

@@ -166,12 +166,12 @@ class PageTable:
 
     def rows_of(self, known: Sequence[UserPages], lengths: Sequence[int]) -> Tensor:
         """The `UserTable.users` of these users, with so many rows each."""
-        size = 1 + self.width
+        size = 2 + self.width
         rows: list[array[int]] = []
         for x, length in zip(known, lengths):
             row = x.row
             if len(row) != size:
-                row = x.row = array("i", [length]) + x.pages
+                row = x.row = array("i", [length, *slots_of([x])]) + x.pages
                 row.extend([0] * (size - len(row)))
             row[0] = length
             rows.append(row)
@@ -183,7 +183,8 @@ class PageTable:
         """Users with these pages have so many more rows, for which they have pages."""
         for x, length in zip(known, lengths):
             x.length += length
-            x.weights = max(x.weights, ~x.weights)
+            if x.weights < 0:
+                x.weights = ~x.weights
         self.num_rows += sum(lengths)
 
     def trim(self, users: Iterable[Hashable]) -> None:
@@ -238,6 +239,11 @@ class PageTable:
             return self._freed.pop()
         self._unused += 1
         return self._unused - 1
+
+
+def slots_of(known: Iterable[UserPages]) -> list[int]:
+    """See `PagedHistoryCache.slots`."""
+    return [x.pages[-1] + 1 if x.pages else 0 for x in known]
 
 
 def ranges_of(known: Sequence[UserPages], lengths: Sequence[int]) -> list[RowRange]:

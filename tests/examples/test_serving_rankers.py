@@ -17,8 +17,9 @@ import train_hstu
 from checkpoints import Weights, export_weights, load_weights
 from estimated_times import estimated_times
 from ranking_data import RankingDataset
+from ranking_model import RankingHead
+from sequence_model import QueryEncoder
 from serving_models import make_ranker, options_of
-from serving_next_item import UserRows
 from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request
 from serving_warm_up import warm_up
 from training import rank_unseen
@@ -69,7 +70,7 @@ def test_bfloat16(served, name, device):
     too."""
     settings = [(CACHE, torch.bfloat16), (0, torch.bfloat16), (0, torch.float32)]
     cached, whole, exact = (
-        ranker_of(served[name], cache, None, torch.device(device), dtype)
+        ranker_of(served[name], cache, 128, torch.device(device), dtype)
         for cache, dtype in settings
     )
     requests, weights = Requests(cached), load_weights(served[name])
@@ -256,46 +257,16 @@ def test_a_ranker_that_forgets(served, name):
     assert ranker.counts["encoded"] == 4 and not ranker.counts["reused"]
 
 
-def test_encoder_outputs_of_evicted_users_are_dropped(served):
-    """Only those of the cached users are kept, when there are many others."""
+def test_numbers_of_events_of_evicted_users_are_dropped(served):
+    """Of next-item models, when there are many others. Without a cache there are none."""
     ranker, whole = ranker_of(served["hstu"], 200_000), ranker_of(served["hstu"], 0)
     requests = Requests(ranker)
-    ranker._encoded.assign(list(range(100, 1500)))
+    ranker._held = dict.fromkeys(range(100, 2500), 1)
     for user in range(12):
         batch = [requests.of(user)]
         assert_same_scores(ranker.score(batch), whole.score(batch))
-    assert len(ranker._encoded) == len(ranker.cache) and all(
-        user in ranker._encoded for user in ranker.cache.users()
-    )
-
-
-def test_rows_of_users():
-    """As a dictionary has them, with users who come, are written again and go. None of them has the
-    row of the padding."""
-    table, expected, random = torch.zeros(0), {}, np.random.default_rng(0)
-
-    def grow(count):
-        nonlocal table
-        table = torch.cat([table, torch.full((count - len(table),), torch.nan)])
-
-    rows = UserRows(lambda count: None, 8)
-    rows.assign(range(8))
-    assert 0 not in rows.of(range(8))
-    rows = UserRows(grow, 8)
-    for _ in range(200):
-        users = random.choice(300, int(random.integers(1, 40)), replace=False).tolist()
-        new = torch.randn(len(users))
-        rows.assign(users)  # which may make another table
-        table[rows.of(users)] = new
-        expected.update(zip(users, new, strict=True))
-        if random.random() < 0.1:
-            kept = set(random.choice(300, 100, replace=False).tolist())
-            rows.keep(kept)
-            expected = {user: x for user, x in expected.items() if user in kept}
-        assert len(rows) == len(expected) and all(user in rows for user in expected)
-        if expected:
-            assert torch.equal(table[rows.of(list(expected))], torch.stack([*expected.values()]))
-    assert len(table) < 700
+    assert ranker._held.keys() - set(range(12)) == set() < ranker._held.keys()
+    assert not whole._held
 
 
 @every_model
@@ -316,6 +287,28 @@ def test_a_failure_changes_nothing(served, name, monkeypatch):
             ranker.score(failing)
     assert_same_scores(ranker.score(after), whole.score(after))
     assert_same_scores(ranker.score(failing), whole.score(failing))
+
+
+@every_model
+def test_a_failure_that_took_pages_of_others(served, name, monkeypatch):
+    """An error behind all writes of a step: users whose pages were taken score as before."""
+    ranker, whole = ranker_of(served[name], 200_000, 128), ranker_of(served[name], 0)
+    requests = Requests(ranker)
+    batches = [[requests.of(user) for user in (i, i + 1)] for i in range(0, 24, 2)]
+    for batch in batches:
+        ranker.score(batch)
+    known = ranker.cache.users()
+    assert 2 <= len(known) < 24
+    with monkeypatch.context() as patch:
+        last = {"hstu": (QueryEncoder, "vectors"), "attention": (RankingHead, "logits")}[name]
+        patch.setattr(*last, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ranker.score(
+                [requests.of(user, events=1) for user in range(24) if user not in known][:2]
+            )
+    batch = [requests.of(user) for user in known]
+    for request in batch:
+        assert_same_scores(ranker.score([request]), whole.score([request]))
 
 
 @every_model

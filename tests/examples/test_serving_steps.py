@@ -53,18 +53,6 @@ def test_graphs_give_the_scores_of_the_model(served, padded, name, page_rows, ca
         assert len(graphed.run._steps) < calls
 
 
-def test_a_table_that_grows_has_graphs_of_its_own(served, padded, monkeypatch):
-    """The outputs of the encoder for 25 users, in a table of 8 rows at first."""
-    monkeypatch.setattr(serving_next_item, "FIRST_ROWS", 8 - 64)
-    plain, graphed = (ranker_of(served["hstu"], CACHE, 128, graphs=x) for x in (False, True))
-    assert len(graphed.step.encoded) == 8
-    requests = Requests(plain)
-    for _ in range(15):
-        batch = requests.batch(3)
-        assert_same_scores(graphed.score(batch), plain.score(batch))
-    assert len(graphed.step.encoded) > 16
-
-
 class Outside(TorchDispatchMode):
     """Counts the operators that run outside of replays, whose results are those of the capture."""
 
@@ -124,19 +112,21 @@ class Frozen(Direct):
 
 
 @pytest.mark.parametrize(
-    "name, cache, new, most",
+    "name, cache, pages, new, most",
     [
-        ("hstu", CACHE, 0, 72),
-        ("hstu", CACHE, 1, 139),
-        ("hstu", 0, 1, 108),
-        ("attention", CACHE, 1, 136),
+        ("hstu", CACHE, 128, 0, 72),
+        ("hstu", CACHE, 128, 1, 139),
+        ("hstu", CACHE, None, 1, 77),
+        ("hstu", 0, 128, 1, 108),
+        ("attention", CACHE, 128, 1, 136),
     ],
 )
-def test_calls_of_a_batch(served, monkeypatch, name, cache, new, most):
+def test_calls_of_a_batch(served, monkeypatch, name, cache, pages, new, most):
     """Of Python functions of this project, for 20 users, so many of whom have new events: on a GPU,
     small models wait for them. At most as many as with Python 3.11; lower them with the calls."""
     monkeypatch.setitem(RUNNERS, "cpu", Frozen)
-    ranker = ranker_of(served[name], cache, 128, graphs=True)
+    monkeypatch.setitem(serving_next_item.ENCODED_ANEW, "cpu", 60)
+    ranker = ranker_of(served[name], cache, pages, graphs=True)
     requests, found = Requests(ranker), []
     users = sorted(range(25), key=ranker.histories.length)[:20]
 

@@ -84,6 +84,42 @@ def test_random_calls_equal_a_dictionary(limit):
     assert cache.statistics().evictions > 20
 
 
+@pytest.mark.parametrize("page_rows, on_host", [(16, False), (128, False), (128, True)])
+def test_slots(page_rows, on_host):
+    """After each of 200 random writes: no two users have one slot, that of a user is the same as
+    before if nothing of this user was written, and selections in pages have the same ones."""
+    generator, cache = random.Random(0), cache_of(20, page_rows)
+    cache.layer.takes_host_tables = on_host
+    cache = jm.PagedHistoryCache(cache.layer, cache.max_bytes, page_rows)
+    assert cache.num_slots == 0 == len(cache.slots([]))
+    put(cache, {0: 3})
+    assert cache.num_slots == 20
+    known = {}
+    for _ in range(200):
+        users = generator.sample(range(12), generator.randint(1, 3))
+        counts = [generator.randint(0, page_rows) for _ in users]
+        if all(user in cache for user in users) and generator.random() < 0.8:
+            cache.append(users, jagged([rows_for(*x) for x in zip(users, counts, counts)]))
+            cache.append(users, jagged([rows_for(user, 0, n) for user, n in zip(users, counts)]))
+        else:
+            put(cache, dict(zip(users, counts)))
+        cached = cache.users()
+        slots = cache.slots(cached)
+        assert slots.dtype == torch.int64 and slots.device.type == "cpu"
+        lengths = cache.select(cached).layers[0].offsets.diff()
+        assert torch.equal(slots == 0, lengths == 0)
+        taken = slots[slots > 0].tolist()
+        assert len(set(taken)) == len(taken) and all(1 <= slot <= 20 for slot in taken)
+        found = dict(zip(cached, slots.tolist()))
+        assert all(known.get(u, slot) == slot for u, slot in found.items() if u not in users)
+        known = found
+        if cache.reads_pages:
+            assert torch.equal(cache.select(cached).layers[0].slots, slots)
+    assert cache.statistics().evictions
+    with pytest.raises(KeyError, match="99"):
+        cache.slots([cached[0], 99])
+
+
 def test_the_least_recently_used_users_lose_their_pages():
     cache = cache_of(4)
     put(cache, {1: 4, 2: 4, 3: 4, 4: 4})
