@@ -33,7 +33,7 @@ class UnitParameters:
             takes those of the batch.
         training: Dice takes the batch's statistics over all visible pairs, and updates the running
             ones in place, as torch.nn.BatchNorm1d does.
-        momentum: of this update.
+        momentum: of this update, a number or a tensor of one.
         eps: added to the variance.
 
     Raises:
@@ -46,7 +46,7 @@ class UnitParameters:
     running_means: Sequence[Tensor] | None = None
     running_vars: Sequence[Tensor] | None = None
     training: bool = False
-    momentum: float = 0.1
+    momentum: float | Tensor = 0.1
     eps: float = 1e-8
 
     def __post_init__(self) -> None:

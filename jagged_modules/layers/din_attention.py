@@ -231,6 +231,7 @@ class JaggedDINAttention(CachesRows):
         if is_batch_invariant() and not kernels:
             raise ValueError("JaggedDINAttention has no batch-invariant form on the CPU")
         q = level.grouped(entering(autocast(given.rows), given.end))
+        self._count_batch()
         out = attend_by_mlp(q, k, k, b, level.queries, level.keys, self._mlp(), kernels, self.mask)
         return given.unwrap(leaving(level.ungrouped(out), given.end))
 
@@ -265,12 +266,34 @@ class JaggedDINAttention(CachesRows):
         if self.activation == "prelu":
             return UnitParameters(slopes)
         norms = [x.norm for x in units]
-        affine = norms[0].affine
+        affine, training, momentum = norms[0].affine, norms[0].training, norms[0].momentum
+        if momentum is None:  # the mean of all batches, as in torch.optim.swa_utils.update_bn
+            momentum = 1 / norms[0].num_batches_tracked
         return UnitParameters(
             slopes, [x.weight for x in norms] if affine else None,
             [x.bias for x in norms] if affine else None, [x.running_mean for x in norms],
-            [x.running_var for x in norms], self.training, norms[0].momentum, norms[0].eps,
+            [x.running_var for x in norms], training, momentum, norms[0].eps,
         )  # fmt: skip
+
+    def _count_batch(self) -> None:
+        """What a batch norm in training counts. Raises unless the norms are in one mode, and in
+        training of this process alone."""
+        units: Any = self.units
+        norms = [x.norm for x in units if x.norm is not None]
+        modes = [x.training for x in norms]
+        if len(set(modes)) > 1:
+            raise ValueError(
+                f"the layer's norms must be all in training or all in eval mode, got {modes}"
+            )
+        if not any(modes):
+            return
+        if not all(isinstance(x, nn.BatchNorm1d) for x in norms):
+            raise TypeError(
+                "in training the layer's norms must be torch.nn.BatchNorm1d, of statistics of this"
+                f" process alone, got {[type(x).__name__ for x in norms]}"
+            )
+        for norm in norms:
+            norm.num_batches_tracked.add_(1)
 
 
 class HiddenUnits(nn.Module):

@@ -91,10 +91,57 @@ def test_weights_of_other_libraries(kind, training):
         torch.autograd.grad(expected, (targets, history), do),
     ):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-    for name in ("running_mean", "running_var"):
+    assert_same_statistics(layer, reference)
+
+
+def assert_same_statistics(layer, reference):
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
         ours = [getattr(x.norm, name) for x in layer.units]
         theirs = [getattr(x.bn, name) for x in reference if isinstance(x, Dice)]
         torch.testing.assert_close(ours, theirs)
+
+
+def norms_of(module):
+    return [x for x in module.modules() if isinstance(x, nn.BatchNorm1d)]
+
+
+def test_frozen_norms():
+    """Norms in eval mode in a layer in training, as where pretrained statistics are kept."""
+    mlp = randomize(published("TorchEasyRec"))
+    layer, reference = jm.JaggedDINAttention.from_torch(mlp), in_order(mlp)
+    targets, history = torch.randn(5, 1, E), torch.randn(ROWS, E)
+    for norm in norms_of(layer) + norms_of(reference):
+        norm.eval()
+    out = layer(targets, (history, OFFSETS), CANDIDATES)
+    torch.testing.assert_close(out, padded_model(reference, targets, history))
+    assert_same_statistics(layer, reference)
+
+
+def test_statistics_that_are_means_of_all_batches():
+    """As torch.optim.swa_utils.update_bn sets norms."""
+    mlp = randomize(published("TorchEasyRec"))
+    layer, reference = jm.JaggedDINAttention.from_torch(mlp), in_order(mlp)
+    for norm in norms_of(layer) + norms_of(reference):
+        norm.reset_running_stats()
+        norm.momentum = None
+    for _ in range(3):
+        targets, history = torch.randn(5, 1, E), torch.randn(ROWS, E)
+        layer(targets, (history, OFFSETS), CANDIDATES)
+        padded_model(reference, targets, history)
+        assert_same_statistics(layer, reference)
+
+
+def test_norms_that_a_layer_does_not_compute():
+    layer = jm.JaggedDINAttention(E, (6, 5), "dice")
+    inputs = torch.randn(5, 1, E), (torch.randn(ROWS, E), OFFSETS), CANDIDATES
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(layer)
+    with pytest.raises(TypeError, match=r"norms must be torch.nn.BatchNorm1d, .*SyncBatchNorm"):
+        synchronised(*inputs)
+    assert synchronised.eval()(*inputs).shape == (5, 1, E)
+    layer = jm.JaggedDINAttention(E, (6, 5), "dice")
+    layer.units[1].norm.eval()
+    with pytest.raises(ValueError, match=r"norms must be all in .* eval mode, got \[True, False\]"):
+        layer(*inputs)
 
 
 def test_a_layer_has_the_mode_of_its_mlp():
