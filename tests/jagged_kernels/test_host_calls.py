@@ -73,12 +73,12 @@ STEPS = {
     "HSTU": (
         lambda: jm.HSTULayer(WIDTH, 2, config=jm.HSTUConfig(scaling_seqlen=100)),
         lambda layer, x, t: layer(history(x))[0],
-        659,
+        660,
     ),
     "encoder": (
         lambda: jm.JaggedEncoderLayer(WIDTH, 2, WIDTH),
         lambda layer, x, t: layer(history(x))[0],
-        715,
+        718,
     ),
 }
 

@@ -250,12 +250,13 @@ def _select(call: AttentionCall, tile_rows: int | None, key_tile_rows: int | Non
     judges_alignment = params.implementation != "triton" and in_16_bits
     single_rows = params.batch_invariant and params.implementation == "auto"
     capability, num_sms = device_properties(q.device)
+    targets = params.mask is not None and params.mask.is_causal_with_targets
     # a trace of the launches (precompile/traced.py) serves every batch
     known = not torch.compiler.is_compiling()
     problem = call.problem(
         capability=capability if q.is_cuda else None,
-        causal=params.mask is not None and params.mask.is_causal,
-        targets=params.mask is not None and params.mask.is_causal_with_targets,
+        causal=targets and not params.mask.has_targets,
+        targets=targets,
         q_rows=q.shape[0] if known else None,
         q_segments=q_offsets.shape[0] - 1 if known else None,
         kv_rows=segments.num_keys(k) if known else None,
