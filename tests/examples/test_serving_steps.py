@@ -114,8 +114,8 @@ class Frozen(Direct):
     "name, cache, new, most",
     [
         ("hstu", CACHE, 0, 72),
-        ("hstu", CACHE, 1, 139),
-        ("hstu", 0, 1, 108),
+        ("hstu", CACHE, 1, 130),
+        ("hstu", 0, 1, 89),
         ("attention", CACHE, 1, 136),
     ],
 )
