@@ -173,6 +173,7 @@ class Arguments:
         self._devices: set[torch.device] = set()  # but the host
         # one buffer for a tensor that is given twice: layers compare offsets by identity
         self._places: dict[tuple[int, str], int] = {}
+        self._tables: dict[int, tuple[int, int | None]] = {}
         self._offsets = {
             name: _rows_of(name, owner, named)
             for name, owner in offsets.items()
@@ -229,7 +230,10 @@ class Arguments:
         if isinstance(x, HistoryCache):
             layers = f"{possessive(name)} layers"
             parts = tuple([self._flatten(f"{layers}[{i}]", y) for i, y in enumerate(x.layers)])
-            return "history", ("tuple", parts), self._flatten(name, x.timestamps), x.max_rows
+            times: tuple[Any, ...] = "constant", None
+            if x.timestamps is not None:
+                times = self._flatten(name, x.timestamps)
+            return "history", ("tuple", parts), times, x.max_rows
         if isinstance(x, CandidateIndex):
             if x.order is None:
                 place = self._add(name, OFFSETS, x.offsets, -1 if rows is None else rows)
@@ -272,15 +276,19 @@ class Arguments:
         )
 
     def _flatten_pages(self, name: str, x: PagedRows, table: UserTable) -> tuple[Any, ...]:
-        room, events, stored = x.room, None, (x.storage, x.scales)
+        room, stored = x.room, (x.storage, x.scales)
         if room is not None:
             stored = room.storage, room.scales
-            assert table.events is not None
-            events = self._add(name, OFFSETS, *table.events, argument=EVENTS)
-        if not x.storage.is_cpu:
-            self._devices.add(x.storage.device)
         self.storages.append(stored)
-        users = self._add(name, USERS, table.users, table.num_rows)
+        if id(table) not in self._tables:  # that of all layers
+            if not x.storage.is_cpu:
+                self._devices.add(x.storage.device)
+            events = None
+            if table.events is not None:
+                events = self._add(name, OFFSETS, *table.events, argument=EVENTS)
+            users = self._add(name, USERS, table.users, table.num_rows)
+            self._tables[id(table)] = users, events
+        users, events = self._tables[id(table)]
         # a cache's storages are always the same ones
         of_storages = len(self.storages) - 1, *map(id, stored)
         return "pages", of_storages, users, table.page_rows, events, x.dtype

@@ -32,7 +32,6 @@ from .pages import (
     check_users,
     listed_users,
     ranges_of,
-    slots_of,
 )
 from .storage import RowStorage
 
@@ -364,10 +363,11 @@ class PagedHistoryCache:
             int64 `[users]` on the host.
 
         Raises:
-            KeyError: a user is not cached.
+            KeyError: a user is not cached, with any weights.
         """
         with self._lock:
-            slots = array("q", slots_of(map(self._table.users.__getitem__, users)))
+            known = map(self._table.users.__getitem__, users)
+            slots = array("q", [x.pages[-1] + 1 if x.pages else 0 for x in known])
         if not slots:  # an empty buffer is an error
             return torch.empty(0, dtype=torch.int64, device="cpu")
         return torch.frombuffer(slots, dtype=torch.int64)

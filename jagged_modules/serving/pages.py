@@ -171,7 +171,8 @@ class PageTable:
         for x, length in zip(known, lengths):
             row = x.row
             if len(row) != size:
-                row = x.row = array("i", [length, *slots_of([x])]) + x.pages
+                slot = x.pages[-1] + 1 if x.pages else 0
+                row = x.row = array("i", [length, slot]) + x.pages
                 row.extend([0] * (size - len(row)))
             row[0] = length
             rows.append(row)
@@ -239,11 +240,6 @@ class PageTable:
             return self._freed.pop()
         self._unused += 1
         return self._unused - 1
-
-
-def slots_of(known: Iterable[UserPages]) -> list[int]:
-    """See `PagedHistoryCache.slots`."""
-    return [x.pages[-1] + 1 if x.pages else 0 for x in known]
 
 
 def ranges_of(known: Sequence[UserPages], lengths: Sequence[int]) -> list[RowRange]:

@@ -115,9 +115,9 @@ class Frozen(Direct):
     "name, cache, pages, new, most",
     [
         ("hstu", CACHE, 128, 0, 72),
-        ("hstu", CACHE, 128, 1, 139),
+        ("hstu", CACHE, 128, 1, 130),
         ("hstu", CACHE, None, 1, 77),
-        ("hstu", 0, 128, 1, 108),
+        ("hstu", 0, 128, 1, 89),
         ("attention", CACHE, 128, 1, 136),
     ],
 )
