@@ -305,11 +305,20 @@ class PagedHistoryCache:
         outputs, added = self.layer.append(events, cached, **others)
         del cached  # its pages
         lengths = _lengths(added.layers[0])
-        with self._ordered(copies=False):
-            table = self._allocate(added)
+        with self._ordered():
+            table, restore = self._allocate(added), None
             known = [table.users[user] for user in users]
-        with self._reserved(table, users, known, lengths), self._ordered():
-            self._rows.write(added, ranges_of(known, lengths))
+            evicted = table.reserve(users, known, lengths)
+            try:
+                ranges = ranges_of(known, lengths)
+                if evicted:
+                    restore = self._rows.kept(ranges)
+                self._rows.write(added, ranges)
+            except BaseException:
+                _cancel(table, users, evicted, restore)
+                raise
+            table.count(known, lengths)
+            self._keep_last(table, users)
         return outputs
 
     def _append_in_pages(
@@ -323,13 +332,24 @@ class PagedHistoryCache:
         with self._ordered(copies=False):
             table, known = self._check_cached(users, anew)
             self._wait_for_readers()
-        with self._reserved(table, users, known, lengths):
+            evicted, restore = table.reserve(users, known, lengths), None
+        try:
+            if evicted:
+                restore = self._rows.kept(ranges_of(known, lengths))
             with self._lock:
                 layers = self._rows.with_room(
                     table, known, lengths, wrapped.offsets, others.get("timestamps")
                 )
             cached = self._rows.history(layers, self.layer.max_cached_rows)
             outputs, _ = self.layer.append(events, cached, **others)
+            with self._ordered():
+                table.count(known, lengths)
+                if self.layer.max_cached_rows is not None:
+                    self._keep_last(table, users)
+        except BaseException:
+            with self._ordered():
+                _cancel(table, users, evicted, restore)
+            raise
         return outputs
 
     @torch.no_grad()
@@ -494,34 +514,6 @@ class PagedHistoryCache:
             stream = self._readers.pop()
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
-    @contextlib.contextmanager
-    def _reserved(
-        self,
-        table: PageTable,
-        users: Sequence[Hashable],
-        known: Sequence[UserPages],
-        lengths: Sequence[int],
-    ) -> Generator[None]:
-        """Pages for so many more rows of users, which the block writes. If it fails, all users have
-        the rows that they had, also those that were evicted for these."""
-        restore, evicted = None, list[tuple[Hashable, UserPages]]()
-        try:
-            with self._ordered(copies=False):
-                evicted = table.reserve(users, known, lengths)
-                if evicted:
-                    restore = self._rows.kept(ranges_of(known, lengths))
-            yield
-            with self._ordered():
-                table.count(known, lengths)
-                self._keep_last(table, users)
-        except BaseException:
-            with self._ordered():
-                table.trim(users)
-                if restore is not None:
-                    restore()
-                table.give_back(evicted)
-            raise
-
     def _keep_last(self, table: PageTable, users: Sequence[Hashable]) -> None:
         if self.layer.max_cached_rows is not None:
             for user in users:
@@ -567,6 +559,19 @@ class PagedHistoryCache:
             self._check_cached(users, anew)
             ranges = [RowRange(array("i"), 0, 0)] * len(users)
             return self._rows.gather(ranges, self.layer.max_cached_rows)
+
+
+def _cancel(
+    table: PageTable,
+    users: Sequence[Hashable],
+    evicted: Sequence[tuple[Hashable, UserPages]],
+    restore: Callable[[], None] | None,
+) -> None:
+    """Undo a `reserve`, which evicted these users. restore: writes what their pages had."""
+    table.trim(users)
+    if restore is not None:
+        restore()
+    table.give_back(evicted)
 
 
 def _lengths(rows: Jagged) -> list[int]:
