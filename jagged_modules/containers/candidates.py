@@ -276,7 +276,16 @@ class CandidateIndex(Queries):
         return derived[1][key]
 
     def grouped(self, x: Tensor) -> Tensor:
-        """x `[num_candidates, ...]`, rows in the candidates' own order, grouped by user."""
+        """x `[num_candidates, ...]`, rows in the candidates' own order, grouped by user.
+
+        Raises:
+            TypeError, ValueError: as `ungrouped`.
+        """
+        self._check_rows(x)
+        return self.by_user(x)
+
+    def by_user(self, x: Tensor) -> Tensor:
+        """`grouped` without checks of x, as `as_given`."""
         return x if self.order is None else x.index_select(0, self.order)
 
     def ungrouped(self, x: Tensor) -> Tensor:
@@ -286,13 +295,16 @@ class CandidateIndex(Queries):
         Raises:
             TypeError, ValueError: x is not a dense tensor, or has another number of rows.
         """
+        self._check_rows(x)
+        return self.as_given(x)
+
+    def _check_rows(self, x: Tensor) -> None:
         check_dense("x", x)
         if self.order is not None and x.shape[:1] != self.order.shape:
             raise ValueError(
                 f"x must have a row for each of the {self.order.shape[0]} candidates, got shape"
                 f" {list(x.shape)}"
             )
-        return self.as_given(x)
 
     def as_given(self, x: Tensor) -> Tensor:
         """`ungrouped` without checks of x, which torch.compile would not trace in a backward."""

@@ -81,7 +81,7 @@ class Level(NamedTuple):
     def grouped(self, x: Tensor) -> Tensor:
         """x `[*shape, ...]` as rows grouped by history."""
         if self.candidates is not None:
-            x = self.candidates.grouped(x)
+            x = self.candidates.by_user(x)
         return x if self.shape is None else x.flatten(0, 1)
 
     def ungrouped(self, x: Tensor) -> Tensor:

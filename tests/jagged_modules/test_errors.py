@@ -102,6 +102,10 @@ MISTAKES = [
             r"x must have a row for each of the 5 candidates, got shape \[6, 2\]": lambda: (
                 INDEX.ungrouped(torch.ones(6, 2))
             ),
+            # more rows than candidates would be lost
+            r"x must have a row for each of the 5 candidates, got shape \[7, 2\]": lambda: (
+                INDEX.grouped(torch.ones(7, 2))
+            ),
             "num_keys must be at least 0, got -1": lambda: jm.AttentionMask().keep(3, -1),
             "padding_value must be a real number for values of torch.float32, got 1j": lambda: (
                 F.jagged_to_padded(*ROWS, 5, 1j)
@@ -137,6 +141,7 @@ MISTAKES = [
                 ROWS, None
             ),
             "x must be a torch.Tensor, got list": lambda: INDEX.ungrouped([1, 2]),
+            "x must be a torch.Tensor, got tuple": lambda: INDEX.grouped((1, 2)),
             "rows_per_candidate must be an int, got float": lambda: INDEX.query_offsets(2.5),
             "num_queries must be an int, got float": lambda: jm.AttentionMask().keep(2.5, 3),
             "total_first must be an int, got Tensor": lambda: F.jagged_split(
