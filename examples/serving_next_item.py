@@ -71,7 +71,8 @@ class SequenceRanker(Ranker):
             ids = None
         rows = self._read(self.cache.slots, [*batch.counts])
         self.stages.end("cache")
-        return self.run(events=ids, targets=candidates, rows=rows)
+        events = {} if ids is None else dict(events=ids)
+        return self.run(targets=candidates, rows=rows, **events)
 
     def _append(self, users: list[int], events: jm.Jagged, anew: list[int], **others: Any) -> Any:
         try:
