@@ -217,6 +217,8 @@ def jagged_between(
     offsets = checked_offsets("offsets", offsets, total, x, "x's")
     segments = offsets.shape[0] - 1
     times = _numbers("times", times, "L", total, x.device)
+    if not times.is_floating_point():
+        times = times.long()  # torch would wrap a larger bound to a narrower dtype
     segment = rows_and_segments(offsets, total)[1]
     is_between = segment < segments
     for name, bound in (("start", start), ("end", end)):
@@ -264,6 +266,8 @@ def _bound_of_rows(
         floats = (float, torch.SymFloat) if times.is_floating_point() else ()
         kinds = (int, torch.SymInt, *floats)  # torch compares integers with floats in fp32
         check_kind(name, bound, kinds, f"a number as times, {times.dtype}, or a tensor")
+        if type(bound) is int and not times.is_floating_point() and not -(2**63) <= bound < 2**63:
+            raise ValueError(f"{name} must be a number of int64, got {bound}")
         return bound
     bound = _numbers(name, bound, "B", segments, times.device)
     if bound.is_floating_point() != times.is_floating_point():
@@ -311,17 +315,22 @@ def _part(
         total = min(total, segments * k)
     known = values_are_checkable(given) and (not isinstance(k, Tensor) or values_are_checkable(k))
     if known:
-        lengths = given.diff().cpu()
-        total = int(torch.minimum(lengths, torch.as_tensor(k, device="cpu").to(lengths)).sum())
-    most = k.to(x.device, offsets.dtype, non_blocking=True) if isinstance(k, Tensor) else k
-    lengths = offsets.diff()
-    taken = torch.minimum(lengths, most) if isinstance(most, Tensor) else lengths.clamp(max=most)
+        total = int(_at_most(given.diff().cpu(), k.cpu() if isinstance(k, Tensor) else k).sum())
+    most = k.to(x.device, non_blocking=True) if isinstance(k, Tensor) else k
+    taken = _at_most(offsets.diff(), most)
     ends = pad(taken.cumsum(0, dtype=offsets.dtype), (1, 0))
     segment, position = segments_and_positions(ends, total)
     absent = None if known else segment >= segments
     firsts = offsets[:-1] if not is_last else offsets[1:] - taken
     index = firsts[segment if known else segment.clamp(max=max(segments - 1, 0))] + position
     return rows_or_zeros(x, index, absent), ends
+
+
+def _at_most(lengths: Tensor, k: int | Tensor) -> Tensor:
+    """The smaller of both. k is not brought into a narrower dtype, in which it would wrap."""
+    if isinstance(k, Tensor):
+        return torch.minimum(lengths, k)
+    return lengths.clamp(max=min(k, torch.iinfo(lengths.dtype).max))
 
 
 def _per_row(x: Tensor, like: Tensor) -> Tensor:

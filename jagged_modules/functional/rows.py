@@ -7,6 +7,7 @@ order. For arithmetic of two jagged tensors with the same segments, use torch on
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 
@@ -437,6 +438,15 @@ def check_fill(name: str, value: object, of: str, x: Tensor) -> None:
     holds_fractions = x.is_floating_point() or x.is_complex()
     if isinstance(value, float) and not holds_fractions and value % 1:
         raise ValueError(f"{name} must be an integer for {of} of {x.dtype}, got {value}")
+    if x.dtype == torch.bool or not isinstance(value, (int, float)) or is_symbolic(value):
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        return  # all dtypes with fractions hold it
+    limits = torch.finfo(x.dtype) if holds_fractions else torch.iinfo(x.dtype)
+    if not limits.min <= value <= limits.max:
+        raise ValueError(
+            f"{name} must be {limits.min} to {limits.max} for {of} of {x.dtype}, got {value}"
+        )
 
 
 def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

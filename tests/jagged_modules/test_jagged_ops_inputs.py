@@ -346,6 +346,18 @@ BAD_CALLS = [
                 F.jagged_to_padded,
                 (X, OFFSETS, 3),
             ),
+            "padding_value must be 0 to 255 for values of torch.uint8, got -1": (
+                F.jagged_to_padded,
+                (X.to(torch.uint8), OFFSETS, 4, -1),
+            ),
+            "padding_value must be -65504.0 to 65504.0 for values of torch.float16, got 1000000": (
+                F.jagged_to_padded,
+                (X.half(), OFFSETS, 4, 10**6),
+            ),
+            "empty must be -128 to 127 for x of torch.int8, got 1000000000000": (
+                F.jagged_max,
+                (X.to(torch.int8), OFFSETS, 10**12),
+            ),
             "padding_value must be an integer for values of torch.int64, got 0.5": (
                 F.jagged_to_padded,
                 (X.long(), OFFSETS, 4, 0.5),

@@ -191,6 +191,20 @@ def test_last_rows_by_number_and_for_each_segment(k):
         assert last.tolist() == [1, 3, 4, 5] and first.tolist() == [0, 2, 3, 4]
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_more_rows_than_the_dtype_of_offsets_counts(compiles):
+    def parts(k):
+        offsets = torch.tensor([0, 1, 3], dtype=torch.int32)
+        return [part(torch.arange(3), offsets, k) for part in (F.jagged_first, F.jagged_last)]
+
+    if compiles:
+        parts = torch.compile(parts, backend="eager")
+    for k in (2**32, torch.tensor([2**32, 2**40])):
+        for values, ends in parts(k):
+            assert values.tolist() == [0, 1, 2]
+            assert ends.tolist() == [0, 1, 3] and ends.dtype == torch.int32
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64], ids=str)
 def test_rows_between_times(dtype):
     x, offsets = torch.arange(7.0, requires_grad=True), torch.tensor([0, 2, 2, 7])
@@ -216,6 +230,22 @@ def test_rows_behind_the_last_segment_are_not_between():
     assert found.tolist() == [1, 3, 0, 0, 0] and ends.tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8], ids=str)
+@pytest.mark.parametrize("compiles", [False, True])
+def test_bounds_beyond_the_dtype_of_times(dtype, compiles):
+    """As seconds in int32 and a bound that means no limit."""
+    x, offsets, times = torch.arange(3), torch.tensor([0, 3]), torch.tensor([5, 0, 100]).to(dtype)
+
+    def between(start, end):
+        return F.jagged_between(x, offsets, times=times, start=start, end=end)[0]
+
+    if compiles:
+        between = torch.compile(between, backend="eager")
+    for limit in (300, 2**16, 2**31, 2**62):
+        assert between(-limit, limit).tolist() == [0, 1, 2]
+        assert not between(limit, None).any() and not between(None, -limit).any()
+
+
 def test_rows_between_times_of_meta_rows():
     x, offsets, times = torch.empty(5, 2, device="meta"), torch.tensor([0, 2, 5]), torch.arange(5)
     found, ends = F.jagged_between(x, offsets, times=times, start=1)
@@ -236,6 +266,7 @@ def test_times_are_compared_exactly():
         (dict(times=[1, 2, 3]), TypeError, "times must be a torch.Tensor, got list"),
         (dict(times=torch.arange(4)), ValueError, r"times .* \[L\] = \[3\], got torch.int64 \[4\]"),
         (dict(times=torch.ones(3) > 0), ValueError, "times must be real numbers"),
+        (dict(end=2**63), ValueError, "end must be a number of int64, got 9223372036854775808"),
         (dict(start=1.5), TypeError, "start must be a number as times, torch.int64, .* got float"),
         (dict(end=torch.ones(2)), ValueError, "end must be numbers as times, torch.int64, got"),
         (dict(end=torch.arange(3)), ValueError, r"end must be .* \[B\] = \[2\], got"),
