@@ -233,7 +233,7 @@ def figures_of_the_server(record: dict) -> list[str]:
         rows.append(f"| {way} | {' | '.join(cells)} |")
     if soak := record.get("soak"):
         lost = sum(x["refused"] + x["late"] + x["failed"] for x in soak)
-        length = "1 minute" if len(soak) == 1 else f"{len(soak)} minutes"
+        length = f"{sum(x['seconds'] for x in soak):.0f} s"
         end = f" and {soak[-1]['memory_mb']:,.0f} MB at the end" if len(soak) > 1 else ""
         rows.append(
             f"A soak of {length} at {soak[0]['rate']:,.0f} requests/s: p99 at most"
