@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jagged_kernels.attention.pages import SMALLEST_PAGE
@@ -21,6 +20,7 @@ from ..containers.pages import DTYPES_OF_8_BITS
 from ..dtypes import names
 from ..scalars import check_kind, check_size, to_ints
 from ..submodules import Members
+from .cached import CacheStatistics, CachingLayer
 from .fused_steps import count_fused_steps
 from .pages import (
     CacheFull,
@@ -35,50 +35,7 @@ from .pages import (
 )
 from .storage import RowStorage
 
-__all__ = ["CacheFull", "CacheStatistics", "CachingLayer", "PagedHistoryCache"]
-
-
-class CachingLayer(Protocol):
-    """A layer with a cache: `HSTUStack`, `JaggedTargetAttention`, `JaggedGDPA`, or any module with
-    these methods.
-
-    append_reads_cache: whether the keys and values of new events depend on the cached rows. A layer
-        may also have `append_writes_pages`: whether its `append` then takes `PagedRows` with room,
-        and writes them there; and `takes_host_tables`: whether it copies tables of
-        pages from the host itself, as graphs do.
-    max_cached_rows: how many of the latest rows the next events and targets see; None: all.
-    """
-
-    append_reads_cache: bool
-
-    @property
-    def max_cached_rows(self) -> int | None: ...
-
-    @property
-    def cache(self) -> Callable[..., HistoryCache]: ...
-
-    @property
-    def append(self) -> Callable[..., tuple[Any, HistoryCache]]: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheStatistics:
-    """The state of a PagedHistoryCache and its counts since it was made.
-
-    users, rows: cached users and rows of all of them, those of other weights too.
-    bytes: size of the pages in use.
-    max_bytes: the budget of `PagedHistoryCache`.
-    hits, misses: users that `missing` found cached, and those it returned.
-    evictions: users that lost their pages to others.
-    """
-
-    users: int
-    rows: int
-    bytes: int
-    max_bytes: int
-    hits: int
-    misses: int
-    evictions: int
+__all__ = ["CacheFull", "CacheStatistics", "PagedHistoryCache"]
 
 
 class PagedHistoryCache:
