@@ -116,7 +116,7 @@ class Frozen(Direct):
     [
         ("hstu", CACHE, 128, 0, 72),
         ("hstu", CACHE, 128, 1, 130),
-        ("hstu", CACHE, None, 1, 77),
+        ("hstu", CACHE, None, 1, 78),
         ("hstu", 0, 128, 1, 89),
         ("attention", CACHE, 128, 1, 136),
     ],
