@@ -17,13 +17,15 @@ from ranking_model import INTERACTIONS, PaddedTargetAttention
 from sequence_data import SequenceDataset, Windows
 from sequence_model import ENCODERS
 from serving_histories import Histories
-from serving_next_item import ENCODED_ANEW, SequenceRanker
+from serving_next_item import SequenceRanker
 from serving_rankers import CacheKind, Ranker
 from serving_ranking import RankingRanker
 from training import pick_device
 
 CACHED_PARTS = {"compress", "gdpa"}  # the user's vectors of the other parts depend on the history
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# longest windows of ranking models that are not cached by default, by device
+NOT_CACHED = {"cuda": 512}
 CACHE_DTYPES = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 
 
@@ -105,9 +107,7 @@ def cache_saves_time(weights: Weights, device: torch.device) -> bool:
     """Whether a cache saves time: not on a GPU with a ranking model, whose keys and values of few
     events take less time than their pages."""
     settings = weights.settings
-    if settings["model"] in ENCODERS:
-        return True
-    return settings["max_history"] > ENCODED_ANEW.get(device.type, 0)
+    return settings["model"] in ENCODERS or settings["max_history"] > NOT_CACHED.get(device.type, 0)
 
 
 def options_of(program: Any, settings: dict[str, Any], data: str | None) -> argparse.Namespace:

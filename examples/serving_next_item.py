@@ -2,8 +2,8 @@
 the encoder's output for the last event, which gives the query. New events are appended. A history
 that outgrows the model's window is encoded anew, because the positions of all events change.
 
-On a GPU, histories of short windows are encoded anew whenever they get events, as the tables of
-their pages take longer: their cache has the outputs alone.
+On a GPU, short histories are encoded anew whenever they get events, as the tables of their pages
+take longer: their cache has the outputs alone.
 """
 
 from collections.abc import Container
@@ -19,8 +19,9 @@ from serving_steps import CachedStep, SequenceStep
 
 import jagged_modules as jm
 
-# events of the longest window that is encoded anew, by device. docs/serving.md has figures
-ENCODED_ANEW = {"cuda": 512}
+# most products of the encoder's parameters and rows for a window that is encoded anew, by device.
+# docs/serving.md has figures, of half as many
+ENCODED_ANEW = {"cuda": 1e8}
 
 
 class SequenceRanker(Ranker):
@@ -41,7 +42,8 @@ class SequenceRanker(Ranker):
     def _make_cache(self, kind: CacheKind, graphs: bool) -> jm.PagedHistoryCache | OutputCache:
         """What is asked for by an option of pages or of appended events has pages."""
         wanted = kind.page_rows or kind.dtype or kind.slack
-        if wanted or self.max_history > ENCODED_ANEW.get(self.device.type, 0):
+        size = sum(x.numel() for x in self.model.encoder.encoder.parameters())
+        if wanted or self.max_history * size > ENCODED_ANEW.get(self.device.type, 0):
             return super()._make_cache(kind, graphs)
         cache = OutputCache(kind.max_bytes, self.width * self.dtype.itemsize)
         self.step.grow(1 + cache.num_slots)

@@ -10,6 +10,7 @@ import torch
 # `make test-gpu` also runs without it
 pytest.importorskip("torchrec", reason="the programs need it")
 
+import serving_models
 import serving_next_item
 from checkpoints import load_weights
 from serving_models import add_cache_options, add_ranker_options, ranker_from_options
@@ -28,7 +29,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.fixture(params=[False, True], ids=["eager", "graphs"])
 def make(request, served, padded, monkeypatch):
     """Makes a ranker with a cache of so many outputs, on the CPU too."""
-    monkeypatch.setitem(serving_next_item.ENCODED_ANEW, "cpu", 60)
+    monkeypatch.setitem(serving_next_item.ENCODED_ANEW, "cpu", 1e9)
 
     def make(count=CACHE // ROW_BYTES, device=CPU):
         bytes_ = count * ROW_BYTES
@@ -123,22 +124,23 @@ def test_options_of_pages_and_of_appended_events_have_pages(make, served, option
 
 
 def test_windows_that_are_encoded_anew(served, monkeypatch):
-    assert isinstance(ranker_of(served["hstu"]).cache, jm.PagedHistoryCache)  # on a CPU
-    monkeypatch.setitem(serving_next_item.ENCODED_ANEW, "cpu", 59)
-    assert isinstance(ranker_of(served["hstu"]).cache, jm.PagedHistoryCache)
-    monkeypatch.setitem(serving_next_item.ENCODED_ANEW, "cpu", 60)
-    assert isinstance(ranker_of(served["hstu"]).cache, OutputCache)
+    ranker = ranker_of(served["hstu"])
+    assert isinstance(ranker.cache, jm.PagedHistoryCache)  # on a CPU
+    work = 60 * sum(x.numel() for x in ranker.model.encoder.encoder.parameters())
+    for limit, kind in ((work - 1, jm.PagedHistoryCache), (work, OutputCache)):
+        monkeypatch.setitem(serving_next_item.ENCODED_ANEW, "cpu", limit)
+        assert isinstance(ranker_of(served["hstu"]).cache, kind)
 
 
 def test_the_default_budget(served, monkeypatch):
-    """On a CPU, 256 MB; where short windows are encoded anew, none for ranking models."""
+    """256 MB; none for ranking models of windows that are not cached."""
     parser = argparse.ArgumentParser()
     add_ranker_options(parser)
     add_cache_options(parser)
     options = parser.parse_args(["--device", "cpu"])
     budgets = []
     for longest in (0, 59, 60):
-        monkeypatch.setitem(serving_next_item.ENCODED_ANEW, "cpu", longest)
+        monkeypatch.setitem(serving_models.NOT_CACHED, "cpu", longest)
         for name in ("hstu", "attention"):
             cache = ranker_from_options(load_weights(served[name]), options).cache
             budgets.append(None if cache is None else cache.max_bytes)

@@ -125,7 +125,7 @@ def test_calls_of_a_batch(served, monkeypatch, name, cache, pages, new, most):
     """Of Python functions of this project, for 20 users, so many of whom have new events: on a GPU,
     small models wait for them. At most as many as with Python 3.11; lower them with the calls."""
     monkeypatch.setitem(RUNNERS, "cpu", Frozen)
-    monkeypatch.setitem(serving_next_item.ENCODED_ANEW, "cpu", 60)
+    monkeypatch.setitem(serving_next_item.ENCODED_ANEW, "cpu", 1e9)
     ranker = ranker_of(served[name], cache, pages, graphs=True)
     requests, found = Requests(ranker), []
     users = sorted(range(25), key=ranker.histories.length)[:20]
