@@ -183,7 +183,7 @@ class Segmentation:
     def num_rows(self) -> int | None:
         """The sum of host_lengths, None until they are known."""
         lengths = self.host_lengths
-        if self._num_rows is None and lengths is not None and values_are_checkable(lengths):
+        if self._num_rows is None and not (lengths is None or isinstance(lengths, FakeTensor)):
             self._num_rows = int(lengths.sum())
         return self._num_rows
 

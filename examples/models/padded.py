@@ -102,6 +102,7 @@ def dice(z: torch.Tensor, real: torch.Tensor, units: nn.Module) -> torch.Tensor:
         mean = (z * rows).sum((0, 1)) / count
         variance = ((z - mean).square() * rows).sum((0, 1)) / count
         with torch.no_grad():
+            norm.num_batches_tracked += 1
             unbiased = variance * count / (count - 1).clamp(min=1)
             weight = norm.momentum * real.any().to(norm.running_mean)
             norm.running_mean.lerp_(mean.to(norm.running_mean), weight)
