@@ -87,9 +87,10 @@ def test_a_table_by_its_definition():
 
 
 def user_table(numbers, lengths):
-    """`UserTable.users`: behind a user's pages are others."""
+    """`UserTable.users`, of slots that nothing here reads: behind a user's pages are others."""
     width = 1 + max(map(len, numbers))
-    return torch.tensor([[n, *x, *[99] * (width - len(x))] for n, x in zip(lengths, numbers)]).int()
+    rows = [[n, 77, *x, *[99] * (width - len(x))] for n, x in zip(lengths, numbers)]
+    return torch.tensor(rows).int()
 
 
 @pytest.mark.parametrize("num_rows", [None, 600])
@@ -110,7 +111,7 @@ def test_rows_of_new_events():
     """The last rows of each user, across pages; those of padding, users without rows, are spare."""
     lengths, numbers = [200, 0, 128, 130, 3], [[5, 3], [], [7], [1, 2], [4]]
     new, offsets = [2, 0, 1, 4, 3], [0, 2, 2, 3, 7, 10]
-    users = torch.cat([user_table(numbers, lengths), torch.zeros(2, 4).int()])
+    users = torch.cat([user_table(numbers, lengths), torch.zeros(2, 5).int()])
     rows = rows_of_events(users, torch.tensor([*offsets, 150, 151]), 151, 128, -7)
     expected = [
         page * 128 + row % 128
