@@ -334,7 +334,8 @@ class PagedHistoryCache:
     def slots(self, users: Sequence[Hashable]) -> Tensor:
         """A number of each cached user, for what a caller keeps beside the rows in a tensor of
         1 + `num_slots` rows: 1 to `num_slots`, and of no other user. It stays until an `append`, a
-        `put` or an eviction of this user. 0: the user has no rows.
+        `put` or an eviction of this user; an `append` that fails may have lent it to another user.
+        0: the user has no rows.
 
         Returns:
             int64 `[users]` on the host.
