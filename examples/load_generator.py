@@ -127,10 +127,11 @@ class InProcess:
         self.service = service
 
     def drive(self, requests: list[Request], arrivals: np.ndarray) -> Answers:
-        answers: list[tuple[int, float, BaseException | None]] = []
+        # not the errors: their tracebacks would keep the requests
+        answers: list[tuple[int, float, int]] = []
 
         def record(place: int, future: Future) -> None:
-            answers.append((place, time.monotonic(), future.exception()))
+            answers.append((place, time.monotonic(), status_of(future.exception())))
 
         gc.freeze()  # the requests, of which a server has but those that wait
         begin = time.monotonic()
@@ -143,17 +144,17 @@ class InProcess:
                 deadline = time.monotonic() + self.service.limits.deadline
                 waiting = self.service.batcher.submit(request, deadline)
             except Exception as error:
-                answers.append((place, arrival, error))
+                answers.append((place, arrival, status_of(error)))
             else:
                 # Only what waits is kept: a collection of garbage that visits all requests since
                 # the first, 13,000 after a second, would take 20 ms, in which none is scored.
                 waiting.future.add_done_callback(partial(record, place))
         while len(answers) < len(requests):
             time.sleep(REST_SECONDS)
-        status, seconds = [0] * len(requests), [0.0] * len(requests)
-        for place, answered, error in answers:
-            status[place], seconds[place] = status_of(error), answered - planned[place]
-        return status, seconds
+        statuses, seconds = [0] * len(requests), [0.0] * len(requests)
+        for place, answered, status in answers:
+            statuses[place], seconds[place] = status, answered - planned[place]
+        return statuses, seconds
 
     def capacity(self, requests: list[Request], seconds: float) -> float:
         """Of a full queue, until there is at least one answer. Refused requests are sent again."""

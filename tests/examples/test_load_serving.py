@@ -160,6 +160,25 @@ def test_only_requests_that_wait_are_kept():
     assert statuses == [200] * 9 and max(found) <= 1
 
 
+def test_refused_requests_are_not_kept():
+    """By their errors, whose tracebacks lead to all requests, without a garbage collection."""
+    errors = []
+
+    class Batcher:
+        def submit(self, request, deadline):
+            error = Overloaded()
+            errors.append(weakref.ref(error))
+            raise error
+
+    service = SimpleNamespace(batcher=Batcher(), limits=SimpleNamespace(deadline=PATIENCE))
+    gc.disable()
+    try:
+        statuses, _ = InProcess(service).drive([None] * 9, np.zeros(9))
+        assert statuses == [429] * 9 and not any(x() for x in errors)
+    finally:
+        gc.enable()
+
+
 def test_the_knee():
     """The last good rate before the first bad one."""
     rows = [
