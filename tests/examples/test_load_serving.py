@@ -164,11 +164,13 @@ def test_refused_requests_are_not_kept():
     """By their errors, whose tracebacks lead to all requests, without a garbage collection."""
     errors = []
 
+    class Refused(Overloaded):
+        def __init__(self):
+            errors.append(weakref.ref(self))
+
     class Batcher:
         def submit(self, request, deadline):
-            error = Overloaded()
-            errors.append(weakref.ref(error))
-            raise error
+            raise Refused
 
     service = SimpleNamespace(batcher=Batcher(), limits=SimpleNamespace(deadline=PATIENCE))
     gc.disable()
